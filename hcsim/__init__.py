@@ -1,6 +1,6 @@
 """hcsim: train models on a home cluster of Macs, simulation first.
 
-Names are loaded when they are first used, so that `import hcsim` costs next to nothing.
+Names are loaded on first use, so `import hcsim` is fast.
 """
 
 from __future__ import annotations

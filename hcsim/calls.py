@@ -1,22 +1,22 @@
-"""Requests of a torch program to its group, as data: one call, and the flat arrays that it reads and fills.
+"""Requests of a torch program to its group, serialisable: one call, and the flat arrays that it reads and fills.
 
-A call is carried out, by `begin` or `perform`, where the group is: in the program's own process, or, for a program on a
-virtual machine, in the simulator's. Nothing here knows torch.
+`begin` or `perform` carries out a call where the group lives: in the program's own process or, for a program on
+a virtual machine, in the simulator's. This module does not use torch.
 
-The data of an all-reduce may travel compressed; a `Compression` in the call says how. What a compressor remembers (the
-residuals of error feedback, PowerSGD's warm start) is kept beside the group under the call's key, by the names of the
-tensors: the same tensors may come in other calls later, as when torch rebuilds its buckets. A key's calls belong to
-steps. A step counts once a call of a later one comes, or the memory is asked for; one in which a call failed leaves no
-trace.
+The data of an all-reduce may be compressed, as a `Compression` in the call says. The compressor's state (the
+residuals of error feedback, PowerSGD's warm start) is kept with the group under the call's key, by the names of
+the tensors, since the same tensors may come in other calls later, as when torch rebuilds its buckets. A key's
+calls belong to steps. A step is committed when a call of a later step comes, or when the state is read; a step
+in which a call failed is abandoned.
 
-A compressed all-reduce is several collectives, one after the other. So that those of calls in flight together are not
-taken for each other's, each call has a bucket of the group to itself, the next one of `BUCKETS`: ranks start calls in
-one order, and so agree on it. Bucket 0 is for what is not compressed. Whether they also agree on how to compress they
-find out in the first call of a key, or of a way to compress.
+A compressed all-reduce is a sequence of collectives. To keep those of concurrent calls apart, each call gets
+the next of `BUCKETS` buckets of the group. Ranks start calls in the same order, and so agree on it. Bucket 0 is
+for uncompressed calls. Ranks check that they agree on the compression in the first call of each key and each
+compression.
 
-Encoded are float32s: a tensor of another dtype is converted, and the sum converted back. Where a rank's array has a
-NaN or an infinity, all ranks get NaNs, and the step leaves no trace in what is remembered: so a gradient scaler skips
-the step on all of them.
+Encoding works on float32: a tensor of another dtype is converted, and the sum converted back. If a rank's array
+has a NaN or an infinity, all ranks get NaNs, and the step is abandoned, so a gradient scaler skips the step on
+all ranks.
 """
 
 from __future__ import annotations
@@ -44,48 +44,47 @@ from hcsim.training.layout import Bucket, Tensor
 from hcsim.training.learner import Ledger
 
 BUCKETS = 8
-"""Calls that may be under way together. Each keeps memory for payloads, which serves every call that has its turn."""
+"""The number of concurrent calls. Each bucket has payload buffers, which its calls reuse."""
 ANY_SOURCE = -1
 OWN = "own/"
-"""How the names of what a rank alone remembers begin."""
+"""The prefix of state that belongs to one rank alone."""
 
 
 class Compression(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How an all-reduce is compressed."""
+    """The compression of an all-reduce."""
 
     spec: str
-    """As `hcsim.compressors.registry.make` reads it: "topk:0.01+ef", "int8"."""
+    """The spec for `hcsim.compressors.registry.make`: "topk:0.01+ef", "int8"."""
     seed: int = 0
     """The same on all ranks."""
     key: str = ""
-    """What is remembered belongs to this; of a call without a key nothing is."""
+    """The key of the compressor's state; without a key no state is kept."""
     step: int = 0
-    """Of the key: rises from one step to the next."""
+    """The step of the key; it rises from step to step."""
     life: int = 0
-    """Of the key: a higher one than before begins with nothing remembered."""
+    """The incarnation of the key: a higher one than before starts without state."""
     tensors: tuple[tuple[str, tuple[int, ...]], ...] = ()
-    """Names and shapes of the tensors that the array consists of; none: it is one, without a name."""
+    """Names and shapes of the tensors in the array; empty if it is one tensor without a name."""
 
 
 class GroupCall(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One operation on one group."""
 
     operation: str
-    """A key of `ARRAYS`."""
     op: str = "sum"
-    """The reduction, if it is one."""
     root: int = 0
-    """Whose data it is about: the root of a collective, or the other end of a message (`ANY_SOURCE`: whoever sends)."""
+    """The root of a collective, or the peer of a message (`ANY_SOURCE`: any sender)."""
     tag: int = 0
-    """Of a message."""
     counts: tuple[int, ...] = ()
-    """Elements of each rank's part, where they are not all alike; of an all_to_all, what we send to each."""
+    """The number of elements of each rank's part, if they differ; for an all_to_all, the elements sent to each
+    rank."""
     received: tuple[int, ...] = ()
-    """Of an all_to_all: what we receive from each."""
+    """For an all_to_all: the elements received from each rank."""
     timeout_s: float | None = None
-    """None: the group's."""
+    """None: the group's timeout."""
     compression: Compression | None = None
-    """Of an all_reduce that is a sum or a mean: how its data travel. Of a memory: whose it is."""
+    """The compression of an all_reduce that is a sum or a mean; for a memory operation, the compression whose
+    state is meant."""
 
 
 ARRAYS: dict[str, str] = {
@@ -104,12 +103,13 @@ ARRAYS: dict[str, str] = {
     "memory": "o",
     "restore": "i",
 }
-"""What each operation does with the arrays it is given: reads it (i), fills it (o), both (x). Those that only the root
-has come last and are left out elsewhere."""
+"""What each operation does with its arrays: reads (i), fills (o), or both (x). Arrays that only the root
+has come last and are left out on other ranks."""
 
 
 def begin(group: Group, call: GroupCall, arrays: Sequence[Array]) -> Handle[Any]:
-    """Start it: mostly the group's own operation, with no task around it. `outcome` says what its result means."""
+    """Start the call. The handle is mostly that of the group's own operation, without a task around it.
+    `outcome` interprets its result."""
     within = group if call.timeout_s in (None, group.options.timeout_s) else group.within(call.timeout_s)
     match call.operation:
         case "all_reduce" if call.compression is not None:
@@ -147,22 +147,22 @@ def begin(group: Group, call: GroupCall, arrays: Sequence[Array]) -> Handle[Any]
 
 
 def outcome(call: GroupCall, result: object) -> int:
-    """Who sent, for a message from anybody; how many bytes a memory has; otherwise nothing of interest."""
+    """Return the sender of a message from any source, or the size of a memory in bytes; meaningless for other
+    operations."""
     return result if isinstance(result, int) else call.root
 
 
 async def perform(group: Group, call: GroupCall, arrays: Sequence[Array]) -> int:
-    """Do it, to its outcome."""
+    """Carry out the call and return its outcome."""
     return outcome(call, await begin(group, call, arrays))
 
 
 def _at_root(arrays: Sequence[Array]) -> Array | None:
-    """What only the root has."""
     return arrays[1] if len(arrays) > 1 else None
 
 
 async def _remember(group: Group, operation: str, of: Compression, arrays: Sequence[Array]) -> int:
-    """What compression remembers, as bytes: their number, the bytes themselves, and back."""
+    """Read or restore the compressor's state: return its size in bytes, copy its bytes, or load them."""
     if operation == "restore":
         compressing(group).restore(of, arrays[0].tobytes())
         return arrays[0].size
@@ -173,7 +173,7 @@ async def _remember(group: Group, operation: str, of: Compression, arrays: Seque
 
 
 def check_compressor(spec: str, *, remembered: bool) -> None:
-    """Refuse what is no compressor, or one that has to remember tensors where there is no telling which is which."""
+    """Reject an invalid compressor, or one with per-tensor state where tensors cannot be identified."""
     compressor = make(spec, seed=0, rank=0)
     if not remembered and isinstance(compressor, Feedback | PowerSGD):
         raise UsageError(
@@ -183,7 +183,7 @@ def check_compressor(spec: str, *, remembered: bool) -> None:
 
 
 class _Kept:
-    """A compressor, and which step it is in."""
+    """A compressor and its current step."""
 
     def __init__(self, how: Compression, rank: int) -> None:
         self.spec = how.spec
@@ -194,19 +194,17 @@ class _Kept:
         self._failed = False
 
     def enter(self, step: int) -> None:
-        """A call of this step begins."""
         if step != self._step:
             self.settle()
             self._step = step
         self._under_way += 1
 
     def leave(self, *, failed: bool) -> None:
-        """It is over."""
         self._under_way -= 1
         self._failed |= failed
 
     def settle(self) -> None:
-        """The step is over: what was learned in it counts, unless something failed."""
+        """End the step: commit it, or abandon it if a call failed."""
         if self._under_way:
             raise UsageError(f"{self._under_way} calls of step {self._step} are still under way: wait for them first")
         end = self.compressor.abandon if self._failed else self.compressor.commit
@@ -215,12 +213,12 @@ class _Kept:
 
 
 class _Turn(NamedTuple):
-    """A call's place among the others, the same on all ranks."""
+    """A call's position among the others, the same on all ranks."""
 
     number: int
     call: int
     first: bool
-    """Of its kind."""
+    """Whether it is the first of its kind."""
 
     @property
     def bucket(self) -> int:
@@ -236,12 +234,12 @@ class Compressing:
         self._kept: dict[str, _Kept] = {}
         self._plain: dict[tuple[str, int], Compressor] = {}
         self._asked: dict[tuple[str, str, int, int], None] = {}
-        """The ways to compress that some call has asked the others about, or is about to."""
+        """The compressions that have been checked among the ranks, or are about to be."""
         self._calls = 0
         self._turns: dict[int, asyncio.Lock] = {}
 
     async def all_reduce(self, group: Group, array: Array, op: str, how: Compression) -> None:
-        """Replace the array by everybody's sum or mean, the same bits on every rank."""
+        """Replace the array by the sum or mean over all ranks; every rank gets the same bits."""
         number = self._calls % BUCKETS
         self._calls += 1
         turn = _Turn(number, self._calls, self._is_first(how))
@@ -283,7 +281,7 @@ class Compressing:
             array[...] = flat
 
     def memory(self, how: Compression) -> bytes:
-        """All that is remembered under its key, for `restore`."""
+        """Serialise all state under the key, for `restore`."""
         kept = self._kept.get(how.key)
         if kept is None or _is_later(how, kept):
             return b""
@@ -291,7 +289,7 @@ class Compressing:
         return _packed(kept.spec, kept.compressor.state())
 
     def restore(self, how: Compression, memory: bytes) -> None:
-        """Remember what another object remembered under its key, as far as it is this compressor's."""
+        """Restore the state of another object under the key; reject that of another spec."""
         if not memory:
             self._kept.pop(how.key, None)
             return
@@ -310,9 +308,9 @@ class Compressing:
         return kept
 
     def _is_first(self, how: Compression) -> bool:
-        """Whether no call before this one was compressed in the same way, under its key if it has one.
+        """Return whether no earlier call used the same compression, and the same key if it has one.
 
-        It follows from the order of the calls alone, which is the same on all ranks, whatever else they do."""
+        This follows from the order of the calls alone, which is the same on all ranks."""
         way = how.key, how.spec, how.seed, how.life
         first = way not in self._asked
         self._asked[way] = None
@@ -327,7 +325,7 @@ class Compressing:
 
 
 def _is_later(how: Compression, kept: _Kept) -> bool:
-    """Whether what is kept is an earlier life's; refuses one that is over."""
+    """Return whether the kept state belongs to an earlier incarnation; reject a call of a past one."""
     if how.life < kept.life:
         raise UsageError(
             f"what is called {how.key} has begun anew since: give models that are trained side by side unlike names"
@@ -336,7 +334,7 @@ def _is_later(how: Compression, kept: _Kept) -> bool:
 
 
 async def _agree(group: Group, how: Compression, bucket: int) -> None:
-    """Refuse to go on where ranks compress in unlike ways: what they draw at random has to be the same."""
+    """Raise if ranks use different compressions: their random numbers have to be the same."""
     word = hashlib.sha256(msgspec.json.encode((how.spec, how.seed, how.key, how.tensors))).digest()
     words = [array_of(each).tobytes() for each in await group.all_gather(np.frombuffer(word, np.uint8), bucket=bucket)]
     if unlike := [str(rank) for rank, theirs in enumerate(words) if theirs != words[0]]:
@@ -347,7 +345,8 @@ async def _agree(group: Group, how: Compression, bucket: int) -> None:
 
 
 def without_debts(memory: bytes) -> bytes:
-    """A memory less what its rank alone owes: what one that joins begins with."""
+    """Return a memory without what belongs to its rank alone (residuals): the initial state of a rank that
+    joins."""
     if not memory:
         return memory
     spec, state = _unpacked(memory)
@@ -355,7 +354,7 @@ def without_debts(memory: bytes) -> bytes:
 
 
 def with_debts_of(memory: bytes, gone: bytes) -> bytes:
-    """A memory that also owes what another rank owed, which is gone."""
+    """Return a memory to which the residuals of a removed rank are added."""
     if not memory or not gone:
         return memory or gone
     (spec, state), (their_spec, theirs) = _unpacked(memory), _unpacked(gone)
@@ -390,7 +389,6 @@ _by_group: WeakKeyDictionary[Group, Compressing] = WeakKeyDictionary()
 
 
 def compressing(group: Group) -> Compressing:
-    """A group's."""
     found = _by_group.get(group)
     if found is None:
         found = _by_group[group] = Compressing(group)

@@ -1,9 +1,8 @@
-"""What can go wrong, and whose fault it is.
+"""The exceptions of hcsim, by cause.
 
-The class says who has to act: the person at the keyboard (`ConfigError`), the
-programmer who called us (`UsageError`), we ourselves (`ChannelClosed`), the
-other side (`RemoteProtocolError`, `PeerRefused`), or the world between us
-(`ChannelBroken`, `DeadlineExceeded`). Foreign exceptions are translated into
+The class tells who has to act: the user (`ConfigError`), the calling code (`UsageError`), hcsim itself
+(`ChannelClosed`), the peer (`RemoteProtocolError`, `PeerRefused`), or none of them, since the network or a
+machine failed (`ChannelBroken`, `DeadlineExceeded`). Exceptions of other libraries are translated into
 these once, at the boundary where they enter.
 """
 
@@ -12,19 +11,21 @@ from __future__ import annotations
 import msgspec
 
 UNDECODABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""What comes of decoding bytes that are no message: they may also be no text, or nested without end."""
+"""The exceptions of decoding bytes that are not a message: they may also be invalid text, or nested without
+end."""
 
 
 class HcsimError(Exception):
-    """Everything that hcsim raises on purpose."""
+    """The base class of all exceptions that hcsim raises on purpose."""
 
 
 class ConfigError(HcsimError):
-    """A file or a flag that a person wrote cannot be used; the text says where and what would be valid."""
+    """A file or a command-line argument cannot be used. The text says where the problem is and what would be
+    valid."""
 
 
 class UsageError(HcsimError, ValueError):
-    """The calling code asked for something that has no meaning."""
+    """The calling code requested something that has no meaning."""
 
 
 class ChannelError(HcsimError):
@@ -36,11 +37,11 @@ class ChannelError(HcsimError):
 
 
 class ChannelClosed(ChannelError):
-    """We closed this channel ourselves, and then used it."""
+    """The channel was used after this side had closed it."""
 
 
 class ChannelBroken(ChannelError):
-    """The world ended this channel: reset, crash, cable, end of stream."""
+    """The channel ended for an external reason: reset, crash, cable, end of stream."""
 
 
 class RemoteProtocolError(ChannelError):
@@ -48,15 +49,16 @@ class RemoteProtocolError(ChannelError):
 
 
 class PeerRefused(ChannelError):
-    """Nobody listens there, or the peer answered and said no."""
+    """There is no listener, or the peer answered with a refusal."""
 
 
 class GradientsRefused(PeerRefused):
-    """The parameter server took none of a worker's last gradients: it is not well, or this worker is not."""
+    """The parameter server accepted none of a worker's last gradients: the server is faulty, or the worker is."""
 
 
 class AdmissionRefused(PeerRefused):
-    """We and the peer do not take each other for members of one cluster. `reason` is one of `identity.reasons`."""
+    """This side and the peer do not accept each other as members of one cluster. `reason` is one of
+    `identity.reasons`."""
 
     def __init__(self, message: str, peer: str = "", reason: str = "") -> None:
         super().__init__(message, peer)
@@ -64,15 +66,14 @@ class AdmissionRefused(PeerRefused):
 
 
 class DeadlineExceeded(HcsimError, TimeoutError):
-    """Something took longer than it was allowed to."""
+    """An operation exceeded its time limit."""
 
 
 class CollectiveError(HcsimError):
     """A collective ended without a result, on this rank, for the named reason.
 
-    `peer` is the rank that was waited for or that failed (None when it is not known),
-    `phase` what was being done with it.
-    """
+    `peer` is the rank that was waited for or that failed (None if it is not known). `phase` is the state of the
+    exchange with it."""
 
     def __init__(self, message: str, *, peer: int | None = None, phase: str = "") -> None:
         super().__init__(message)
@@ -85,11 +86,12 @@ class CollectiveTimeout(CollectiveError, DeadlineExceeded):
 
 
 class Deadlock(HcsimError):
-    """The virtual world has nothing left to do and tasks still wait; the text names each."""
+    """The virtual world has no events left and tasks still wait. The text names each task."""
 
 
 class CompressionError(HcsimError):
-    """A tensor cannot be encoded, or a payload is not what the tensor's compressor sends. `tensor` names it."""
+    """A tensor cannot be encoded, or a payload is not valid for the tensor's compressor. `tensor` names the
+    tensor."""
 
     def __init__(self, message: str, tensor: str) -> None:
         super().__init__(f"{tensor}: {message}")
@@ -97,31 +99,31 @@ class CompressionError(HcsimError):
 
 
 class NotFinite(CompressionError):
-    """A tensor has a NaN or an infinity, here or on another rank, or its sum has. After an exchange all ranks know."""
+    """A tensor or its sum has a NaN or an infinity, on this rank or another. After an exchange all ranks know."""
 
 
 class TrainingError(HcsimError):
-    """Training cannot go on, whoever takes part; the text names the node, the step and the tensor."""
+    """Training cannot go on with any set of members. The text names the node, the step and the tensor."""
 
 
 class Diverged(TrainingError):
-    """Replicas that must be alike are not: memory or arithmetic failed on a machine."""
+    """Replicas that must be equal are not: memory or arithmetic failed on a machine."""
 
 
 class CheckpointError(HcsimError):
-    """A checkpoint cannot be written, or what is there is not a whole one; the text says what is missing or damaged."""
+    """A checkpoint cannot be written, or an existing one is incomplete. The text says what is missing or damaged."""
 
 
 class NoCheckpoint(CheckpointError):
-    """There is nothing of a checkpoint at all: training begins."""
+    """There is no checkpoint at all: training begins."""
 
 
 class CallRefused(HcsimError):
-    """The other side does not do a remote call: no such function, wrong arguments, too large, too many."""
+    """The peer rejected a remote call: no such function, wrong arguments, too large, too many."""
 
 
 class RemoteError(HcsimError):
-    """A function failed at the other side with an error that is not one of ours; `kind` is its class there."""
+    """A remote function failed with an error that is not an `HcsimError`; `kind` is its class there."""
 
     def __init__(self, message: str, kind: str = "") -> None:
         super().__init__(message)
@@ -129,4 +131,4 @@ class RemoteError(HcsimError):
 
 
 class WorkerLost(HcsimError):
-    """Something could not be finished because a worker has died, left or stayed silent; the text names it."""
+    """A task cannot be finished because a worker has died, left or stayed silent. The text names the worker."""

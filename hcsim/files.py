@@ -1,4 +1,4 @@
-"""Files: written whole or not at all, and found in other packages."""
+"""Atomic file replacement, and files of other packages."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def write_whole(path: Path, data: bytes, mode: int = 0o666) -> None:
-    """Replace a file by one with these bytes: all or nothing, also when the power goes."""
+    """Replace a file atomically by one with these bytes, also in case of a power failure."""
     if path.exists() and not path.is_file():
         raise OSError(errno.EINVAL, "it is there, and no file", str(path))  # a device must not be replaced by one
     beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")  # two processes may write the same file
@@ -32,7 +32,7 @@ def write_whole(path: Path, data: bytes, mode: int = 0o666) -> None:
 
 
 def file_of(package: str, *parts: str) -> Path | None:
-    """A file of an installed package, which is not imported for it; None if it has none of that name."""
+    """Return a file of an installed package without importing the package, or None if it has no such file."""
     spec = find_spec(package)
     for folder in (spec and spec.submodule_search_locations) or ():
         if (file := Path(folder, *parts)).is_file():

@@ -1,13 +1,14 @@
-"""What a group does in one run: a scenario's `[job]`, the same program in both worlds.
+"""The job of a group in one run: a scenario's `[job]`, the same program on virtual and on real machines.
 
-Each repeat has four parts: the inputs are made, the machine computes (if the job says so), the ranks
-meet at a barrier, and the collective runs. Its time is that of the slowest rank, from its own
-leaving of the barrier on; ranks leave it a few latencies apart at most.
+Each repeat has four parts: the inputs are made, the machine computes (if the job says so), the ranks meet
+at a barrier, and the collective runs. Its time is that of the slowest rank, from the rank's own exit from
+the barrier; ranks leave the barrier a few latencies apart at most.
 
-Inputs are small whole numbers that every dtype holds exactly, drawn anew for each rank and laid out with
-a prime period, so that a part that arrives at the wrong place, twice or not at all changes the
-result. What every rank should end with is known from one period of each rank's input, and is compared
-bit by bit. The digest of a repeat is over all ranks' results, so it does not depend on the world.
+Inputs are small whole numbers that every dtype holds exactly. They are drawn independently for each rank
+and laid out with a prime period, so a part that arrives at the wrong place, twice or not at all changes the
+result. The expected result of every rank is computed from one period of each rank's input, and is compared
+bit by bit. The digest of a repeat covers all ranks' results, so it does not depend on whether the run is
+virtual.
 """
 
 from __future__ import annotations
@@ -38,32 +39,33 @@ from hcsim.units import did_you_mean
 
 _PERIOD = 251
 _ADDENDS = 64
-"""Ranks with a number above zero at one place: 64 of at most 3 add up to what bfloat16 still holds."""
+"""The number of ranks with a value above zero at one place: 64 values of at most 3 add up to what bfloat16
+still holds."""
 _FIGURES = struct.Struct("!ddqq32s")
 
 
 class Lap(msgspec.Struct, frozen=True):
-    """One repeat, as all ranks saw it together."""
+    """One repeat, combined over all ranks."""
 
     number: int
     algorithm: str
     compute_s: float
-    """Before the collective, on the slowest rank."""
+    """The time of the computation before the collective, on the slowest rank."""
     seconds: float
-    """The collective, on the slowest rank."""
+    """The time of the collective, on the slowest rank."""
     sent_bytes: int
-    """Payload that the busiest rank sent."""
+    """The payload that the busiest rank sent."""
     wrong: int | None
     """Elements that differ from the exact result, on all ranks; None for phantoms."""
     sha256: str | None
-    """Over the results of all ranks, in their order."""
+    """The digest of the results of all ranks, in their order."""
 
 
 Observer: TypeAlias = Callable[[Lap], None]
 
 
 def check_job(job: Job) -> None:
-    """Refuse an algorithm that its operation does not have, and a size that the job could not have."""
+    """Reject an algorithm that the operation does not have, and a size that the job cannot have."""
     names = ("auto", *algorithms(job.operation))
     if job.algorithm not in names:
         hint = did_you_mean(job.algorithm, names)
@@ -82,7 +84,7 @@ def check_job(job: Job) -> None:
 
 
 async def run_job(group: Group, job: Job, observe: Observer) -> list[Lap]:
-    """Do the job on this rank; the observer hears of each repeat when it is over."""
+    """Run the job on this rank. The observer is called after each repeat."""
     algorithm = _resolved(group, job)
     laps = []
     for number in range(1, job.repeat + 1):
@@ -121,7 +123,7 @@ async def _repeat(group: Group, job: Job, algorithm: str, number: int) -> Lap:
 
 
 def _resolved(group: Group, job: Job) -> str:
-    """The algorithm's name, chosen as the group chooses when the job leaves it open."""
+    """Return the algorithm's name, chosen as the group chooses it if the job leaves it open."""
     if job.algorithm != "auto":
         return job.algorithm
     length = _Inputs(job, group.size).length
@@ -133,7 +135,7 @@ def _resolved(group: Group, job: Job) -> str:
 
 
 class _Inputs:
-    """What each rank puts in, and the sum of it."""
+    """The inputs of all ranks, and their sum."""
 
     def __init__(self, job: Job, world: int) -> None:
         self.world = world
@@ -150,15 +152,15 @@ class _Inputs:
         )
 
     def of(self, rank: int, lo: int = 0, hi: int | None = None) -> Data:
-        """A range of one rank's input."""
+        """Return a range of one rank's input."""
         return self._laid_out(self._periods[rank], lo, self.length if hi is None else hi)
 
     def total(self, lo: int = 0, hi: int | None = None) -> Data:
-        """A range of the sum over all ranks."""
+        """Return a range of the sum over all ranks."""
         return self._laid_out(self._periods.sum(axis=0), lo, self.length if hi is None else hi)
 
     def room(self, length: int) -> Data:
-        """A place to receive into."""
+        """Return a buffer to receive into."""
         return Phantom(length) if self.phantom else np.zeros(length, self.dtype)
 
     def _laid_out(self, period: Array, lo: int, hi: int) -> Data:
@@ -176,7 +178,7 @@ def _parts(result: object) -> list[Data]:
 
 
 def compare_to_expected(result: Sequence[Data], expected: Sequence[Data]) -> tuple[int, bytes]:
-    """How many elements are wrong, and the digest of the result."""
+    """Return the number of wrong elements, and the digest of the result."""
     digest = hashlib.sha256()
     wrong = 0
     for got, want in zip(result, expected, strict=True):
@@ -187,8 +189,6 @@ def compare_to_expected(result: Sequence[Data], expected: Sequence[Data]) -> tup
 
 
 class _Start(Protocol):
-    """Starts the operation."""
-
     def __call__(self, *, algorithm: str) -> Awaitable[Any]: ...
 
 
@@ -230,7 +230,7 @@ def _gather(group: Group, inputs: _Inputs) -> tuple[_Start, _Expected]:
 
 
 def _scatter(group: Group, inputs: _Inputs) -> tuple[_Start, _Expected]:
-    """The size is the root's; what does not divide evenly is left out."""
+    """The size is that of the root's buffer; a remainder that does not divide evenly is left out."""
     part = inputs.length // group.size
     parts = None if group.rank else [inputs.of(0, rank * part, (rank + 1) * part) for rank in range(group.size)]
     into = inputs.room(part)
@@ -247,7 +247,7 @@ def _reduce_scatter(group: Group, inputs: _Inputs) -> tuple[_Start, _Expected]:
 
 
 def _all_to_all(group: Group, inputs: _Inputs) -> tuple[_Start, _Expected]:
-    """The size is what one rank sends, its part for itself included."""
+    """The size is that of one rank's buffer, its part for itself included."""
     cuts = list(pairwise(split(inputs.length, group.size)))
     data = [inputs.of(group.rank, lo, hi) for lo, hi in cuts]
     lo, hi = cuts[group.rank]
@@ -272,4 +272,4 @@ _EXERCISES: dict[str, Callable[[Group, _Inputs], tuple[_Start, _Expected]]] = {
     "all_to_all": _all_to_all,
     "barrier": _barrier,
 }
-"""By operation: how it is started, and what this rank should end with. Rank 0 is the root."""
+"""By operation: how it is started, and the expected result of this rank. Rank 0 is the root."""

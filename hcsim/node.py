@@ -1,6 +1,6 @@
-"""One node of a cluster, on any host: its identity, its place among the others, and what it trains.
+"""One node of a cluster, on any host: its identity, its membership, and its training.
 
-The same in both worlds. `launch` makes the host; everything from here on is above the seam.
+It runs on virtual and on real hosts. `launch` creates the host; this module uses only the `Host` interface.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from hcsim.transport.hello import Wire
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """What a cluster is to do; the same on all nodes."""
+    """The work of a cluster, the same on all nodes."""
 
     cluster: Cluster
     training: Training
@@ -43,13 +43,13 @@ class Plan(msgspec.Struct, frozen=True):
 
 
 def admitted(host: Host, credentials: Credentials, tell: Callable[[str], None]) -> Host:
-    """The host, with channels that lead to members only; whoever is refused is told of."""
+    """Return the host with channels to members only. `tell` is called for rejected peers."""
     once = Once(tell)
     return AdmittedHost(host, credentials, lambda verdict: _report(verdict, once))
 
 
 def introduced(name: str, hosts: Sequence[str], cluster: Cluster, proved: Credentials, home: str = "") -> Introduction:
-    """A machine that is reached at these hosts, as it introduces itself to the others."""
+    """Return the introduction to the other members of a machine that is reached at these hosts."""
     return Introduction(
         node=proved.key.node_id,
         boot=proved.boot,
@@ -93,7 +93,7 @@ async def coordinating(
 
 @asynccontextmanager
 async def running(node: Node | Coordinated) -> AsyncIterator[None]:
-    """While this lasts, the node takes calls and looks for others."""
+    """Let the node accept connections and look for other nodes inside this context."""
     await node.start()
     reason = "it ended with an error"
     try:
@@ -115,9 +115,9 @@ async def train_as_member(
     what: Task | None = None,
     durable: bool = True,
 ) -> Report:
-    """Find the others, train with them until the end or until `leaving` is set, and leave in an orderly way.
+    """Find the others, train with them until the end or until `leaving` is set, and leave in order.
 
-    Where the host's store is `durable`, checkpoints are kept there, and training goes on from one that is there."""
+    If the host's store is `durable`, checkpoints are kept there, and training resumes from an existing one."""
     inside = host if credentials is None else admitted(host, credentials, tell)
 
     def began(view: View, step: int) -> None:
@@ -145,7 +145,7 @@ async def train_as_member(
 
 
 def _terms(plan: Plan) -> dict[str, str]:
-    """What no member can have otherwise than the rest; settings of the training are compared when it begins."""
+    """Return the settings that must be equal on all members; settings of the training are compared when it begins."""
     wire, usual = plan.wire, Plan(Cluster(), plan.training, plan.seed)
     given = {
         "wire.segment": (f"{wire.segment_bytes} B", f"{usual.wire.segment_bytes} B"),
@@ -156,7 +156,8 @@ def _terms(plan: Plan) -> dict[str, str]:
 
 
 def _checkpoints(host: Host, plan: Plan, what: Task | None, tell: Callable[[str], None]) -> Checkpoints | None:
-    """Shapes alone have nothing to save. What a parameter server saves is of no use to the other strategies."""
+    """A phantom task has nothing to save. Checkpoints of a parameter server cannot be used by the other
+    strategies."""
     trained = what or task(plan.training.task)
     if trained.phantom:
         return None

@@ -1,9 +1,10 @@
-"""What a plugin registers, and what it builds that from: `from hcsim.plugins import register_compressor, …`.
+"""The registration functions for plugins and the types that they need: `from hcsim.plugins import
+register_compressor, …`.
 
-A plugin is a module outside the package that calls these functions when it is imported. A scenario or a sweep names it
-(`plugins = ["int4.py"]`), a command does (`--plugin int4.py`), a program imports it, or it is installed (see
-`hcsim.registry`). What it registers is then written, listed, swept and simulated as what hcsim brings itself;
-`hcsim.testing` checks that it behaves so. Examples are in `examples/plugins`.
+A plugin is a module outside the package that calls these functions when it is imported. A scenario or a
+sweep names it (`plugins = ["int4.py"]`), a command does (`--plugin int4.py`), a program imports it, or it
+is installed (see `hcsim.registry`). Its names can then be written, listed, swept and simulated like
+built-in ones; `hcsim.testing` checks that they behave alike. Examples are in `examples/plugins`.
 """
 
 from __future__ import annotations
@@ -57,10 +58,10 @@ __all__ = [
 
 
 def register_strategy(name: str, kind: type[Any]) -> None:
-    """A strategy: a frozen `msgspec.Struct`, whose fields are what a spec sets.
+    """Register a strategy: a frozen `msgspec.Struct`, whose fields are set by a spec.
 
-    With `open(self, settings, learner)`, which gives a `Recoverable`, it trains fixed ranks and clusters; with
-    `async def train(self, run)` fixed ranks only."""
+    With `open(self, settings, learner)`, which returns a `Recoverable`, it trains fixed ranks and clusters;
+    with `async def train(self, run)` fixed ranks only."""
     trains = any(callable(getattr(kind, method, None)) for method in ("open", "train"))
     if not trains or not hasattr(kind, "__struct_fields__"):
         raise UsageError(f"strategy {name}: expected a msgspec.Struct with a method open or train, not {kind!r}")
@@ -68,17 +69,17 @@ def register_strategy(name: str, kind: type[Any]) -> None:
 
 
 def register_task(name: str, make: Callable[[], Task]) -> None:
-    """Something to learn; `make` is called when it is first asked for."""
+    """Register a task; `make` is called on its first use."""
     TASKS.add(name, make)
 
 
 def register_machine(machine: Machine) -> None:
-    """A machine, which a node of a scenario then has by its name."""
+    """Register a machine, which nodes of a scenario can then name."""
     CATALOGUE.add(machine.name, machine)
 
 
 def register_medium(kind: type[AnyMedium]) -> None:
-    """A medium: a subclass of `Ethernet`, `Wifi` or `Thunderbolt` with a tag and figures of its own."""
+    """Register a medium: a subclass of `Ethernet`, `Wifi` or `Thunderbolt` with its own tag and figures."""
     tag = kind.__struct_config__.tag
     if not issubclass(kind, OWN_MEDIA) or tag is None:
         raise UsageError(f"medium {kind.__name__}: expected a tagged subclass of Ethernet, Wifi or Thunderbolt")
@@ -86,7 +87,8 @@ def register_medium(kind: type[AnyMedium]) -> None:
 
 
 def register_fault(kind: type[Fault], strike: Callable[[Any, World], FaultProcess | None]) -> None:
-    """A fault: a tagged subclass of `Fault`, and what it does to the world, as a SimPy process or at once."""
+    """Register a fault: a tagged subclass of `Fault`, and its effect on the world, as a SimPy process or
+    immediate."""
     tag = kind.__struct_config__.tag
     if not issubclass(kind, Fault) or tag is None:
         raise UsageError(f"fault {kind.__name__}: expected a tagged subclass of Fault")

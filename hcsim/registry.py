@@ -1,14 +1,14 @@
-"""What is called by a name (a compressor, a strategy, a machine, …), and the plugins that add to it.
+"""Registries of named things (compressors, strategies, machines, …), and the plugins that extend them.
 
-A plugin is a Python module that registers what it brings when it is imported (see `hcsim.plugins`). It is loaded
-because a scenario, a sweep or a command names it, as a module that can be imported or as a file; or because it is
+A plugin is a Python module that registers its names when it is imported (see `hcsim.plugins`). It is loaded
+because a scenario, a sweep or a command names it, as an importable module or as a file; or because it is
 installed, with an entry point:
 
     [project.entry-points."hcsim.plugins"]
     int4 = "my_package.int4"
 
-Installed plugins are imported when a name is asked for that is not known without them, and never else: whoever does
-not use a plugin does not wait for it, and gets the same run with and without it.
+Installed plugins are imported only when a name is requested that is unknown without them. A run that uses
+no plugin does not wait for them, and gives the same result with and without them.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ from hcsim.errors import ConfigError, HcsimError, UsageError
 from hcsim.units import did_you_mean
 
 GROUP = "hcsim.plugins"
-"""The entry points of installed plugins."""
+"""The entry-point group of installed plugins."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9 ._-]*")
 
 T = TypeVar("T")
 
 
 class Registry(Mapping[str, T], Generic[T]):
-    """Things by name: those of hcsim, and those that plugins have added."""
+    """A mapping of names to things: the built-in ones, and those that plugins have added."""
 
     def __init__(self, what: str, own: Mapping[str, T]) -> None:
         self.what = what
-        """What one of them is called, for errors."""
+        """The noun for an entry, for errors."""
         self._things = dict(own)
 
     def add(self, name: str, thing: T) -> None:
-        """One more. A name is given once: what a result says it was made with must have one meaning."""
+        """Add an entry. A name can be given only once, because the names in a result must be unambiguous."""
         if not _NAME.fullmatch(name):
             raise UsageError(f"{name!r} cannot be the name of a {self.what}: letters, digits, dots, dashes, spaces")
         if name in self._things:
@@ -64,7 +64,7 @@ class Registry(Mapping[str, T], Generic[T]):
         return len(self._things)
 
     def named(self, name: str) -> T:
-        """That one; an error says which there are."""
+        """Return the entry of that name. Raises `ConfigError` with the known names if there is none."""
         if name not in self:
             known = ", ".join(self)
             raise ConfigError(f'there is no {self.what} "{name}"{did_you_mean(name, self)}; known: {known}')
@@ -84,7 +84,7 @@ def load_plugin(name: str, beside: Path | None = None) -> ModuleType:
 
 
 def function_in(name: str, beside: Path | None = None) -> Callable[..., Any]:
-    """What "module:function" or "file.py:function" names."""
+    """Return the function that "module:function" or "file.py:function" names."""
     module, colon, function = name.rpartition(":")
     if not (module and colon and function.isidentifier()):
         raise ConfigError(f'"{name}": expected module:function, or file.py:function')
@@ -95,12 +95,12 @@ def function_in(name: str, beside: Path | None = None) -> Callable[..., Any]:
 
 
 def loaded_plugins() -> tuple[str, ...]:
-    """What another process would load to know the same names."""
+    """Return the plugins that another process must load to know the same names."""
     return tuple(_loaded)
 
 
 def plugins_sha256() -> str:
-    """Over the sources of all plugins that are loaded: what a result depends on beside our own code."""
+    """Return the digest of the sources of all loaded plugins: results depend on these besides the code of hcsim."""
     digest = hashlib.sha256()
     for module in _loaded.values():
         if module.__file__ is not None:
@@ -110,7 +110,6 @@ def plugins_sha256() -> str:
 
 @cache
 def load_installed() -> None:
-    """Import all plugins that are installed."""
     for point in sorted(entry_points(group=GROUP), key=lambda point: point.name):
         _load_entry(point)
 
@@ -135,7 +134,7 @@ def _from_file(path: Path) -> ModuleType:
 
 
 def _imported(name: str, key: str, load: Callable[[], ModuleType]) -> ModuleType:
-    """The module; an error says where in it the mistake is, without our own part of the way there."""
+    """Return the module. An error names the place of the mistake in it, without the frames of hcsim."""
     if key not in _loaded:
         try:
             _loaded[key] = load()

@@ -1,4 +1,5 @@
-"""What every compressor, algorithm, strategy, task and fault has to hold, as checks to call from a test of your own.
+"""Checks of the contracts of compressors, algorithms, strategies, tasks and faults, to call from your own
+tests.
 
     from hcsim.testing import check_compressor
 
@@ -6,7 +7,7 @@
         load_plugin("int4.py")
         check_compressor("int4")
 
-hcsim's own pass them. An `AssertionError` says what does not hold, and for which input.
+The built-in ones pass them. An `AssertionError` says what does not hold, and for which input.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ _HOME = "four-macs-1gbe"
 
 
 def check_compressor(spec: str) -> None:
-    """Payloads are what they say, damaged ones harm nobody, feedback loses nothing, and ranks stay alike."""
+    """Check that payloads match their specification, that damaged ones are rejected or decode to finite numbers,
+    that error feedback loses nothing, and that ranks stay equal."""
     _require(make(spec, seed=1, rank=0).spec == make(make(spec, seed=1, rank=0).spec, seed=1, rank=0).spec, "its spec")
     draw = np.random.default_rng(1)
     for shape, scale in product(_SHAPES, _SCALES):
@@ -63,7 +65,8 @@ def check_compressor(spec: str) -> None:
 
 
 def check_algorithm(operation: str, name: str, worlds: Iterable[int] = _WORLDS) -> None:
-    """For each number of ranks, length and root, all plans together do what the operation promises: proved."""
+    """Verify the plans of all ranks together, for each number of ranks, length and root, against the operation's
+    contract."""
     _require(name in algorithms(operation), f"{operation} has an algorithm {name}")
     for shape in _shapes(operation, worlds):
         try:
@@ -74,9 +77,10 @@ def check_algorithm(operation: str, name: str, worlds: Iterable[int] = _WORLDS) 
 
 
 def check_strategy(spec: str) -> None:
-    """It trains to the end and to one model, with data, compressed, and with phantoms, the same way each time.
+    """Check that it trains to the end and to one model, with data, compressed, and with phantoms, the same way
+    each time.
 
-    One that has `open` does so in a cluster too, where a member is lost and comes back."""
+    A strategy with `open` is also checked in a cluster, where a member is lost and comes back."""
     _check_runs(Training(task="digits", strategy=spec, steps=6), spec)
     _check_runs(Training(task="digits", strategy=spec, compressor="int8+ef", steps=6), f"{spec} with int8+ef")
     _check_runs(Training(task="gpt2", strategy=spec, steps=2), f"{spec} with a phantom")
@@ -85,7 +89,7 @@ def check_strategy(spec: str) -> None:
 
 
 def check_task(task: Task) -> None:
-    """Replicas follow from their seed, its figures fit together, and gradients are those of the loss."""
+    """Check that a replica depends only on its seed, that the task's figures are consistent, and its gradients."""
     one, same, other = task.replica(1), task.replica(1), task.replica(2)
     _require(one.layout == same.layout, "replicas have one layout")
     _require(one.layout.length == sum(block.length for block in task.blocks), "blocks have all parameters, once")
@@ -112,7 +116,8 @@ def check_task(task: Task) -> None:
 
 
 def check_fault(scenario: Scenario, fault: Fault) -> None:
-    """It is read as it was written, changes something, and a run with it replays. The scenario has no faults."""
+    """Check that it reads back as written, changes the run, and replays. The scenario must have no faults of its
+    own."""
     _require(not scenario.faults, "the scenario has no faults of its own")
     text = write_scenario(replace(scenario, faults=(fault,)))
     read = parse_scenario(text, "the scenario as it was written")
@@ -168,7 +173,7 @@ def _damaged(payload: Bytes) -> Iterator[Bytes]:
 
 
 def _check_feedback(spec: str) -> None:
-    """Over all steps, what was decoded and what is still owed is what was put in."""
+    """Check that, over all steps, the decoded tensors and the residual add up to the input."""
     coder: Compressor = make(spec + SUFFIX, seed=1, rank=0)
     draw = np.random.default_rng(3)
     given, decoded = np.zeros((16, 24), np.float32), np.zeros((16, 24), np.float32)
@@ -212,7 +217,7 @@ def _check_runs(settings: Training, where: str) -> None:
 
 
 def _check_cluster(settings: Training, spec: str) -> None:
-    """A member starts anew half way through: the others take it in again, and hand it what they have."""
+    """Restart a member half way through: the others must admit it again and transfer their state to it."""
     home = replace(load_scenario(_HOME), cluster=Cluster(preset="low_latency"))
     times = _Times()
     calm = simulate_cluster(home, settings, observer=times)
@@ -227,7 +232,7 @@ def _check_cluster(settings: Training, spec: str) -> None:
 
 
 class _Times:
-    """When steps ended, on any rank."""
+    """The end times of the steps, on any rank."""
 
     def __init__(self) -> None:
         self.by_step: dict[int, float] = {}
@@ -240,7 +245,7 @@ class _Times:
 
 
 def _without_losses(reports: list[Report]) -> list[tuple[object, ...]]:
-    """A phantom's losses are no numbers, which are unlike themselves."""
+    """Remove the losses of phantoms: they are NaN, which is unequal to itself."""
     return [(r.rank, r.steps, r.duration_s, r.sent_bytes, r.sha256) for r in reports]
 
 

@@ -1,9 +1,9 @@
-"""Values as people write them: a number and its unit, as in "2.5 Gb/s" or "4 MiB".
+"""Quantities with units, as in "2.5 Gb/s" or "4 MiB".
 
-In code it is a `float` (or `int`, for bytes) in the base unit of its dimension, so that code
-computes with it as with any number; its type says which units its text may have and which
-values make sense. Each unit has one spelling, and case matters: Mb/s is not MB/s.
-The conversion is decimal, so "0.15 ms" is the same float as 0.00015.
+In code a quantity is a `float` (or `int`, for bytes) in the base unit of its dimension, so it can be used
+as any number. Its type defines the units that its text may have and the values that are valid. Each unit
+has one spelling, and case matters: Mb/s is not MB/s. The conversion is decimal, so "0.15 ms" is the same
+float as 0.00015.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ def _binary(unit: str, base: int = 1) -> dict[str, Decimal]:
 
 
 class Dimension(NamedTuple):
-    """What a quantity measures, and the units that it may be written in."""
+    """The dimension of a quantity, and the units in which it may be written."""
 
     what: str
     example: str
     units: Mapping[str, Decimal]
     hint: str = ""
     least: float = 0.0
-    """Of what is more than zero."""
+    """The least magnitude of a value other than zero."""
     most: float = math.inf
 
     @property
     def base(self) -> str:
-        """The unit in which code has it."""
+        """The unit of the value in code."""
         return next(unit for unit, scale in self.units.items() if scale == 1)
 
 
@@ -71,14 +71,14 @@ SPEED = Dimension("a speed", "10.6 TFLOPS", _decimal("FLOPS", "kMGTP"), "GFLOP w
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """A closing " (did you mean …?)" with the known words most like this one, or nothing."""
+    """Return " (did you mean …?)" with the known words most similar to this one, or nothing."""
     names = list(known)
     close = [name for name in names if name.lower() == word.lower()] or get_close_matches(word, names, n=1)
     return f" (did you mean {' or '.join(close)}?)" if close else ""
 
 
 def parse_quantity(text: str, dimension: Dimension) -> Decimal:
-    """The value in the dimension's base unit; `ValueError` says what would be valid."""
+    """Return the value in the dimension's base unit. Raises `ValueError` that says what would be valid."""
     match = _NUMBER_AND_UNIT.fullmatch(text)
     if match is None:
         raise ValueError(f'expected {dimension.what} such as "{dimension.example}"')
@@ -92,7 +92,7 @@ def parse_quantity(text: str, dimension: Dimension) -> Decimal:
 
 
 class Quantity:
-    """What the number types below share: how text becomes a value, and which values are allowed."""
+    """The base of the number types below: the conversion of text to a value, and the valid values."""
 
     dimension: ClassVar[Dimension]
     zero_allowed: ClassVar[bool] = False
@@ -100,7 +100,7 @@ class Quantity:
 
     @classmethod
     def value_of(cls, text: object) -> Decimal:
-        """Check and convert what stands in a file."""
+        """Check and convert a value from a file."""
         if not isinstance(text, str):
             raise ValueError(f'expected text with a unit such as "{cls.dimension.example}"')
         value = parse_quantity(text, cls.dimension)
@@ -125,13 +125,13 @@ class Seconds(Quantity, float):
 
 
 class PositiveSeconds(Quantity, float):
-    """A time that must pass, such as a duration."""
+    """A time above zero, such as a duration."""
 
     dimension = TIME
 
 
 class SignedSeconds(Quantity, float):
-    """A time that may go backwards, such as a clock's jump."""
+    """A time that may be negative, such as a clock's jump."""
 
     dimension = TIME
     zero_allowed = negative_allowed = True
@@ -162,7 +162,7 @@ class FlopRate(Quantity, float):
 
 
 class Bytes(Quantity, int):
-    """A whole number of bytes, possibly none."""
+    """A number of bytes, possibly zero."""
 
     dimension = SIZE
     zero_allowed = True
@@ -175,13 +175,13 @@ class PositiveBytes(Bytes):
 
 
 class Share(float):
-    """A part of the whole, from 0 to 1: a number, or text such as "0.12 %"."""
+    """A share, from 0 to 1: a number, or text such as "0.12 %"."""
 
     zero_allowed: ClassVar[bool] = True
 
 
 class PositiveShare(Share):
-    """A part of the whole that is not nothing: a factor or an efficiency."""
+    """A share above zero: a factor or an efficiency."""
 
     zero_allowed = False
 
@@ -200,7 +200,7 @@ def _share(kind: type[Share], value: object) -> Share:
 
 
 def decode_quantity(kind: type[Any], value: object) -> Any:
-    """msgspec's `dec_hook` for every type of this file."""
+    """The `dec_hook` of msgspec for every type of this module."""
     if issubclass(kind, Share):
         return _share(kind, value)
     if issubclass(kind, Bytes):

@@ -1,4 +1,4 @@
-"""What processes that work for another one are born with: one thread for arithmetic, and no ear for Ctrl-C."""
+"""The environment of worker processes: one thread for arithmetic, and Ctrl-C ignored."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ ONE_THREAD = dict.fromkeys(
 
 @contextmanager
 def starting() -> Iterator[None]:
-    """Processes that are started here: the parallelism is ours, and so is an interrupt, also one while they import."""
+    """Start worker processes inside this context. They run single-threaded, as the caller provides the
+    parallelism, and only the caller handles an interrupt, even while they import."""
     before = {name: os.environ.get(name) for name in ONE_THREAD}
     os.environ.update(ONE_THREAD)
     resource_tracker.ensure_running()  # not with the first process: it unblocks what we block

@@ -1,1 +1,1 @@
-"""Checkpoints of torch programs: whole or not at all, written beside the training, read by any number of ranks."""
+"""Checkpoints of torch programs: atomic, written in the background, and readable by any number of ranks."""

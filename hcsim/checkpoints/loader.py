@@ -1,4 +1,4 @@
-"""Loading: the newest whole checkpoint that the ranks hold together, by as many ranks as there are now."""
+"""Loading the newest complete checkpoint that the ranks hold together, on any number of ranks."""
 
 from __future__ import annotations
 
@@ -21,32 +21,31 @@ from hcsim.errors import CheckpointError
 
 
 class Checkpoint:
-    """One step that was saved, whole and verified. `load` gives it; tensors are read when they are asked for."""
+    """One saved step, complete and verified. `load` returns it; tensors are read on demand."""
 
     def __init__(self, folder: Path, parts: Mapping[int, Part]) -> None:
         self.reader = Reader(folder, parts=parts)
-        """For `torch.distributed.checkpoint.load`."""
         metadata = self.reader.read_metadata()
         self._saved: dict[str, Any] = metadata.state_dict_metadata
         self._moment_keys: dict[str, dict[str, None]] = {}
-        """What any rank's optimizer had of a parameter."""
+        """The names of the optimizer state of each parameter, over all ranks."""
         for path in metadata.planner_data.values():
             match path[2:] if path[0] in {"own", "first"} else path:
                 case "optimizer", "state", name, key:
                     self._moment_keys.setdefault(name, {})[key] = None
         self.step = parts[0].step
         self.world = parts[0].world
-        """How many ranks saved it."""
         self.plain: dict[str, Any] = self._of(0)["given"]
-        """What `save` was given beside the step."""
+        """The `plain` arguments of `save`."""
 
     @classmethod
     def open(cls, folder: Path | str, step: int | None = None) -> Checkpoint:
-        """What is whole in one folder, whoever else there is: to look at, say, or to use a model that was trained."""
+        """Open a checkpoint of which this folder has all parts, independent of other ranks: to inspect it, or to
+        use a trained model."""
         return cls(Path(folder), chosen(Path(folder), step, lambda mine: [mine])[0])
 
     def model(self) -> dict[str, Any]:
-        """The whole model's parameters and buffers by their names, as `nn.Module.load_state_dict` takes them."""
+        """Return the parameters and buffers of the whole model by name, as `nn.Module.load_state_dict` takes them."""
         self._check_whole("model.")
         found = {name: torch.empty(saved.size, dtype=saved.properties.dtype) for name, saved in self._alike()}
         self._read({f"model.{name}": tensor for name, tensor in found.items()})
@@ -64,12 +63,13 @@ class Checkpoint:
         also: Mapping[str, HasState] | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        """Put it into a model and what belongs to it, however many ranks there are.
+        """Restore a model, its optimizer and other state, on any number of ranks.
 
-        What a rank alone had goes to that rank again, and so do its random numbers. A rank that is new has what rank
-        0 had, and is asked to `forget()` what is rank 0's alone, if it can; where there are fewer ranks now, a state
-        with a method `absorb` also takes what those had that are gone: residuals that are still to be sent, say.
-        Where there are more or fewer ranks now, tensors of the model and the optimizer that differed are refused."""
+        State that belongs to one rank is restored on the same rank, as are its random number generators. An
+        additional rank starts with the state of rank 0; its `forget()`, if defined, is called to drop what
+        belongs to rank 0 only. With fewer ranks than before, a state with a method `absorb` also takes over the
+        state of removed ranks, such as residuals that are still to be sent. With another number of ranks,
+        tensors of the model and the optimizer that differed between ranks are rejected."""
         rank, world = place(group)
         before = rank if rank < self.world else 0
         mine = self._of(before)
@@ -112,12 +112,13 @@ class Checkpoint:
         program.restored(extra)
 
     def _called(self, name: str, rank: int | None) -> str:
-        """What a tensor is called that this rank had."""
+        """Return the stored name of this rank's tensor."""
         own_ones = () if rank is None else (own(rank, name), own(rank, name, first=True))
         return next((each for each in own_ones if each in self._saved), name)
 
     def _fitting(self, called: str, held: Held) -> Held:
-        """What is read into: of what a rank alone had, it has all that was here."""
+        """Return the destination to read into. For a tensor of one rank alone, it covers everything that was saved
+        here."""
         return held if called.startswith(("model.", "optimizer.")) else local(held)
 
     def _target(self, entry: Entry, rank: int | None) -> tuple[str, Held]:
@@ -147,7 +148,7 @@ class Checkpoint:
     def _restore_optimizer(
         self, program: Program, optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], rank: int | None
     ) -> None:
-        """Put it back, into the groups of the same parameters."""
+        """Restore the optimizer; parameter groups are matched by their parameters."""
         now = program.optimizer_state(optimizer)
         here = [group["params"] for group in program.optimizer_plain(now)["param_groups"]]
         there = [group["params"] for group in saved["param_groups"]]
@@ -177,7 +178,7 @@ class Checkpoint:
         rank: int | None,
         reading: dict[str, Held],
     ) -> dict[str, Any]:
-        """The state of one parameter; what of it is still to be read comes into `reading`."""
+        """Return the optimizer state of one parameter; add the tensors that are still to be read to `reading`."""
         state = {key: value for whole in program.names(name) for key, value in counts.get(whole, {}).items()}
         parameter, pieces, block = program.parameter(name), program.pieces(name), program.is_block(name)
         for key in dict.fromkeys(key for whole in pieces for key in self._moment_keys.get(whole, ())):
@@ -196,19 +197,19 @@ class Checkpoint:
         return state
 
     def _of(self, rank: int) -> dict[str, Any]:
-        """What that rank had beside tensors of the model's and the optimizer's."""
+        """Return a rank's data other than the tensors of the model and the optimizer."""
         found: dict[str, Any] = self.reader.value(f"rank.{rank}")
         return found
 
     def _also(self, rank: int, name: str) -> Any:
-        """The state of that name that a rank alone had."""
+        """Return a rank's own additional state of this name."""
         states = self._of(rank)["also"]
         if name not in states:
             raise CheckpointError(f"the checkpoint of step {self.step} has no state called {name}")
         return states[name]
 
     def _alike(self) -> Iterator[tuple[str, TensorStorageMetadata]]:
-        """The model's tensors that all ranks shared, under one name each."""
+        """Yield the model's tensors that all ranks shared, each under one name."""
         aliases = self.reader.aliases()
         for name, saved in self._saved.items():
             within, *path = name.split(".")
@@ -218,7 +219,7 @@ class Checkpoint:
                 yield ".".join(path), saved
 
     def _check_whole(self, within: str) -> None:
-        """Raise if there is a tensor that only the ranks have again that saved it."""
+        """Raise if a tensor can only be restored on the same ranks that saved it."""
         for path in sorted(self.reader.read_metadata().planner_data.values(), key=str):
             name = ".".join(map(str, path[2:]))
             if path[0] == "own" and name.startswith(within) and name not in self._saved:
@@ -233,27 +234,26 @@ class Checkpoint:
 
 
 class _Planner(DefaultLoadPlanner):
-    """DCP's, for tensors of which a rank has a part."""
+    """DCP's planner, for tensors that this rank holds in part."""
 
     def __init__(self, targets: Mapping[str, Held], metadata: Metadata) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self.state_dict, self.metadata = dict(targets), metadata
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        """Where that is read into."""
         held = self.state_dict[index.fqn]
         return held.__get_tensor_shard__(index) if isinstance(held, Divided) else super().lookup_tensor(index)
 
 
 def like(held: Held, dtype: torch.dtype) -> Any:
-    """Zeros in its place."""
+    """Return zeros with the same layout."""
     if isinstance(held, Divided):
         return Divided(torch.zeros_like(held.flat, dtype=dtype), held.shape, held.lo)
     return torch.zeros_like(held.detach(), dtype=dtype)
 
 
 def _narrower(here: torch.dtype, saved: torch.dtype) -> bool:
-    """Whether both are whole numbers, and these do not hold all of those."""
+    """Return whether both are integer types and `here` cannot hold all values of `saved`."""
     if any(each == torch.bool or each.is_floating_point or each.is_complex for each in (here, saved)):
         return False
     ours, theirs = torch.iinfo(here), torch.iinfo(saved)
@@ -261,10 +261,10 @@ def _narrower(here: torch.dtype, saved: torch.dtype) -> bool:
 
 
 def load(folder: Path | str, step: int | None = None, *, group: dist.ProcessGroup | None = None) -> Checkpoint:
-    """The newest step that all ranks together hold all parts of. All ranks call this.
+    """Return the newest step of which all ranks together hold all parts. All ranks call this.
 
-    A rank whose folder lacks parts, or has damaged ones, gets them from the others and keeps them. Where nobody has any
-    part the error is a `NoCheckpoint`."""
+    A rank whose folder lacks parts, or has damaged ones, receives them from the others and stores them. If
+    no rank has any part, the error is a `NoCheckpoint`."""
     folder = Path(folder)
     parts, sound = chosen(folder, step, lambda mine: gathered(mine, group))
     for part in parts.values():
@@ -273,7 +273,7 @@ def load(folder: Path | str, step: int | None = None, *, group: dist.ProcessGrou
 
 
 def _spread(folder: Path, part: Part, having: list[int], group: dist.ProcessGroup | None) -> None:
-    """Let those that lack a part have it from the first that has it."""
+    """Send a part from the first rank that has it to the ranks that lack it."""
     rank, world = place(group)
     if len(having) == world:
         return

@@ -1,14 +1,14 @@
-"""What a checkpoint is on disk: one part for each rank that saved it.
+"""The format of a checkpoint on disk: one part for each rank that saved it.
 
     FOLDER/step-00000100/rank-2-of-4.safetensors   chunks of tensors
-    FOLDER/step-00000100/rank-2-of-4.json          what they are, what is no tensor, and the SHA-256; written last
+    FOLDER/step-00000100/rank-2-of-4.json          metadata, other data, and the SHA-256; written last
     FOLDER/step-00000100/rank-2-of-4-again-1.json  and so on: a step that was saved before
 
-A part counts once its JSON file is there, which happens after its data are safe on the disk. A checkpoint counts when
-all parts of one saving are there: they carry a number that was drawn for it, so that parts of two savings, or of two
-steps, are never taken for one. Whoever dies meanwhile leaves an incomplete step, and the one before it is still whole.
+A part is valid once its JSON file exists, which is written after the data are durable. A checkpoint is valid
+when all parts of one saving exist. They carry a random number drawn for that saving, so parts of two savings or
+two steps are never mixed. A crash leaves an incomplete step; the previous step stays complete.
 
-What ranks tell each other about checkpoints is bytes that are decoded by type, never pickles.
+Ranks exchange metadata as typed messages, never as pickles.
 """
 
 from __future__ import annotations
@@ -35,47 +35,45 @@ _STEP = re.compile(r"step-(\d{8,})")
 
 
 class Item(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What DCP has under one name: a chunk of a tensor, or, without a dtype, an object."""
+    """A DCP item: a chunk of a tensor or, without a dtype, an object."""
 
     path: tuple[str | int, ...]
-    """Where it is in the state dict; DCP's name for it is this with dots."""
+    """The path in the state dict. DCP's name joins it with dots."""
     dtype: str = ""
     shape: tuple[int, ...] = ()
-    """Of the whole tensor."""
+    """The shape of the whole tensor."""
     offsets: tuple[int, ...] = ()
     sizes: tuple[int, ...] = ()
     stored: str = ""
-    """What the chunk is called in the data file, if otherwise."""
+    """The chunk's name in the data file, if it differs."""
     plain: Any = None
-    """The object, as `taken_apart` gives it."""
+    """The object, in the form of `taken_apart`."""
 
     @property
     def name(self) -> str:
-        """As DCP calls it."""
         return ".".join(map(str, self.path))
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True):
-    """What one rank saved."""
+    """The part that one rank saved."""
 
     format: str = FORMAT
     saving: str
-    """The same in all parts of one saving."""
+    """The random number of the saving, the same in all its parts."""
     again: int = 0
-    """How many savings of this step there were before; they stay until this one is whole."""
+    """The number of earlier savings of this step, which are kept until this one is complete."""
     step: int
     rank: int
     world: int
     size_bytes: int = 0
     sha256: str = ""
-    """Of the data file."""
     items: list[Item]
     aliases: dict[str, str] = {}
-    """Further names of what is saved under another: of tied weights, say."""
+    """Additional names of tensors saved under another name, as for tied weights."""
 
     @property
     def stem(self) -> str:
-        """Of its files' names."""
+        """The stem of its file names."""
         return f"rank-{self.rank}-of-{self.world}" + (f"-again-{self.again}" if self.again else "")
 
 
@@ -84,12 +82,12 @@ class _Kind(msgspec.Struct):
 
 
 def place(group: dist.ProcessGroup | None) -> tuple[int, int]:
-    """Our rank, and of how many; a program that has not met others is the only one."""
+    """Return this rank and the number of ranks: (0, 1) for a program without a process group."""
     return (dist.get_rank(group), dist.get_world_size(group)) if dist.is_initialized() else (0, 1)
 
 
 def gathered(mine: bytes, group: dist.ProcessGroup | None) -> list[bytes]:
-    """Everyone's bytes, by rank. All ranks call this."""
+    """All-gather bytes, by rank. All ranks call this."""
     _, world = place(group)
     if world == 1:
         return [mine]
@@ -102,17 +100,15 @@ def gathered(mine: bytes, group: dist.ProcessGroup | None) -> list[bytes]:
 
 
 def step_folder(folder: Path, step: int) -> Path:
-    """Where the parts of a step are."""
     return folder / f"step-{step:08d}"
 
 
 def data_file(folder: Path, part: Part) -> Path:
-    """Where a part's tensors are."""
     return step_folder(folder, part.step) / f"{part.stem}.safetensors"
 
 
 def steps_in(folder: Path) -> list[int]:
-    """Steps of which there is something, the newest first."""
+    """Return the steps of which the folder has any file, the newest first."""
     if not folder.is_dir():
         return []
     found = (_STEP.fullmatch(entry.name) for entry in folder.iterdir())
@@ -120,7 +116,7 @@ def steps_in(folder: Path) -> list[int]:
 
 
 def write_part(folder: Path, part: Part, data: bytes) -> None:
-    """Put it on the disk: all or nothing, and the description last."""
+    """Write the part to disk atomically, the JSON file last."""
     where = data_file(folder, part)
     try:
         where.parent.mkdir(parents=True, exist_ok=True)
@@ -131,7 +127,7 @@ def write_part(folder: Path, part: Part, data: bytes) -> None:
 
 
 def parts_in(folder: Path, step: int) -> tuple[list[Part], list[str]]:
-    """The parts of a step that are described here, and what is wrong with descriptions that do not count."""
+    """Return the parts of a step whose JSON files are valid, and the errors of the others."""
     parts, troubles = [], []
     for path in sorted(step_folder(folder, step).glob("rank-*.json")):
         try:
@@ -149,7 +145,7 @@ def parts_in(folder: Path, step: int) -> tuple[list[Part], list[str]]:
 
 
 def _sound(folder: Path, parts: Sequence[Part]) -> tuple[list[int], list[str]]:
-    """The ranks of the parts whose data are here as they were saved, and what is wrong with the others."""
+    """Return the ranks of the parts whose data are intact, and the errors of the others."""
     sound, troubles = [], []
     for part in parts:
         path = data_file(folder, part)
@@ -171,7 +167,7 @@ def _sound(folder: Path, parts: Sequence[Part]) -> tuple[list[int], list[str]]:
 def chosen(
     folder: Path, step: int | None, gather: Callable[[bytes], list[bytes]]
 ) -> tuple[dict[int, Part], list[list[int]]]:
-    """The parts of the newest whole saving, and which of them each rank has. What is damaged is named."""
+    """Return the parts of the newest complete saving, and which of them each rank has. Damaged files are named."""
     if (folder / ".metadata").exists():
         raise CheckpointError(f"{folder} is a checkpoint of torch's FileSystemWriter: its FileSystemReader reads that")
     mine: list[Part] = []
@@ -200,7 +196,7 @@ def _decoded(everyones: Sequence[bytes], kind: Any) -> list[Any]:
 
 
 def _nothing(folder: Path, step: int | None, described: Sequence[Sequence[Part]], troubles: Sequence[str]) -> str:
-    """What there is instead of a whole checkpoint."""
+    """Describe what exists instead of a complete checkpoint."""
     said = list(troubles)
     for found in sorted({part.step for parts in described for part in parts}, reverse=True)[:3]:
         parts = [part for each in described for part in each if part.step == found]
@@ -213,7 +209,7 @@ def _nothing(folder: Path, step: int | None, described: Sequence[Sequence[Part]]
 
 
 def _savings(described: Sequence[Sequence[Part]]) -> Iterator[dict[int, Part]]:
-    """All savings of which every part is somewhere, the newest first."""
+    """Yield the savings of which every part exists on some rank, the newest first."""
     found: dict[tuple[int, int, str], dict[int, Part]] = {}
     for part in (part for parts in described for part in parts):
         found.setdefault((part.step, part.again, part.saving), {})[part.rank] = part
@@ -224,7 +220,7 @@ def _savings(described: Sequence[Sequence[Part]]) -> Iterator[dict[int, Part]]:
 
 
 def remove_step(folder: Path, step: int) -> None:
-    """Take a step away, descriptions first. Other ranks may be doing the same."""
+    """Delete a step, the JSON files first. Safe when other ranks do the same concurrently."""
     where = step_folder(folder, step)
     for description in sorted(where.glob("*.json")):
         description.unlink(missing_ok=True)
@@ -232,7 +228,7 @@ def remove_step(folder: Path, step: int) -> None:
 
 
 def remove_savings(folder: Path, step: int, before: int) -> None:
-    """Take away what there is of a step from savings before that one, which is whole."""
+    """Delete the files of savings of a step before this one, which is complete."""
     for part in parts_in(folder, step)[0]:
         if part.again < before:
             data = data_file(folder, part)

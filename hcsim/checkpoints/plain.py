@@ -1,7 +1,7 @@
-"""States as JSON with tensors beside it: what `state_dict()` returns, taken apart and put together again.
+"""Serialisation of `state_dict()` values as JSON, with the tensors beside it.
 
-JSON has no infinities, no whole numbers of any size, no tuples and no keys but words: those are spelled out. Bytes and
-numpy's arrays and numbers are tensors that say what they were.
+JSON has no infinities, no integers of arbitrary size, no tuples and only string keys: these are encoded
+explicitly. Bytes and numpy arrays and scalars are stored as tensors with a type tag.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from hcsim.errors import CheckpointError
 
 
 def taken_apart(state: object, path: str, tensors: dict[str, Tensor]) -> Any:
-    """A state as plain data; its tensors are put into `tensors` by their paths, those of no dimension into the data."""
+    """Convert a state to plain data. Tensors are put into `tensors` by their paths, zero-dimensional ones into
+    the data."""
     if isinstance(state, Tensor):
         return _tensor(state, path, tensors)
     if isinstance(state, Mapping):
@@ -47,7 +48,7 @@ def taken_apart(state: object, path: str, tensors: dict[str, Tensor]) -> Any:
 
 
 def put_together(plain: Any, tensor: Callable[[str], Tensor]) -> Any:
-    """What `taken_apart` was given."""
+    """Invert `taken_apart`."""
     if isinstance(plain, list):
         return [put_together(value, tensor) for value in plain]
     if not isinstance(plain, dict):
@@ -76,17 +77,15 @@ def put_together(plain: Any, tensor: Callable[[str], Tensor]) -> Any:
 
 
 def as_tensor(data: bytes) -> Tensor:
-    """Bytes that can be sent."""
+    """Return bytes as a tensor, to be sent."""
     return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """As it is called in torch: bfloat16, say."""
     return str(dtype).removeprefix("torch.")
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """The dtype of that name."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise CheckpointError(f"this version of torch has no {name}")
@@ -110,7 +109,7 @@ def _refused(state: object, path: str) -> CheckpointError:
 
 
 def _word(word: str, path: str) -> str:
-    """As it is, if files can hold it."""
+    """Return the string unchanged if files can hold it; raise otherwise."""
     try:
         word.encode()
     except UnicodeEncodeError:

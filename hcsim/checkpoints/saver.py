@@ -1,8 +1,8 @@
-"""Saving: what differs among the ranks is found out, a copy is taken at once, and written while training goes on.
+"""Saving: the ranks find out which tensors differ, copy the state, and write the copy while training goes on.
 
-DCP saves once what has one name. A tensor that is alike on all ranks keeps its name, and DCP's planner deals those out;
-so do the pieces of one that is divided. One that differs, such as a pipeline's stage, is each rank's own, and has a
-name of its own.
+DCP saves an item once per name. A tensor that is identical on all ranks keeps its name, and DCP's planner
+distributes these among the ranks; so it does with the pieces of a sharded tensor. A tensor that differs between
+ranks, as in a pipeline's stage, gets a name of each rank's own.
 """
 
 from __future__ import annotations
@@ -47,35 +47,33 @@ _Kept = TypeVar("_Kept")
 
 
 class Mark(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank tells of a tensor, or of its piece of one."""
+    """The metadata of a rank's tensor, or of its piece of one, which ranks compare."""
 
     first: bool
     dtype: str
     shape: tuple[int, ...]
     boxes: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = ()
-    """Offsets and sizes of what it has, where the tensor is divided."""
+    """Offsets and sizes of this rank's pieces, for a sharded tensor."""
     digest: tuple[int, int] | None = None
-    """Of its bits; none, if they are not compared."""
+    """A digest of the bits; None if they are not compared."""
 
     @classmethod
     def of(cls, entry: Entry) -> Mark:
-        """Without a digest."""
         shape = tuple(entry.held.shape)
         boxes = tuple((tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in chunks(entry.held))
         return cls(entry.first, dtype_name(local(entry.held).dtype), shape, boxes)
 
     @property
     def size(self) -> int:
-        """How many elements these are."""
         return sum(math.prod(sizes) for _, sizes in self.boxes)
 
 
 Marks = dict[str, Mark]
-"""Of a rank's tensors, by their names."""
+"""A rank's marks, by the names of the tensors."""
 
 
 def is_own(found: Sequence[Mark | None], rank: int) -> bool:
-    """Whether a rank has another tensor than others under one name, whose marks are these."""
+    """Return whether a rank's tensor differs from those of the others under the same name, by their marks."""
     ours = found[rank]
     assert ours is not None
     if not ours.boxes:
@@ -87,12 +85,12 @@ def is_own(found: Sequence[Mark | None], rank: int) -> bool:
 
 
 def own(rank: int, name: str, first: bool = False) -> str:
-    """What a tensor of that name is called that this rank alone has."""
+    """Return the stored name of a tensor that belongs to this rank alone."""
     return f"{'first' if first else 'own'}.{rank}.{name}"
 
 
 class State:
-    """What a rank has, where it lies."""
+    """A rank's state, where it lies."""
 
     def __init__(
         self,
@@ -121,10 +119,11 @@ class State:
         self._objects = {f"rank.{self.rank}": mine, **shown}
         self.aliases = {f"model.{name}": f"model.{saved}" for name, saved in program.aliases.items()}
         self._brought: dict[str, Tensor] = {}
-        """From another device, by name, while they were compared: what will be ours to write, presumably."""
+        """Tensors copied from another device for comparison, by name, that this rank will probably have to write."""
 
     def marks(self, alike: bool = False) -> Marks:
-        """By these the ranks find out what is alike, unless they know; one that is alone has nothing to find out."""
+        """Return the marks by which the ranks find out which tensors are identical. With `alike` they have no
+        digests. A single rank has no marks."""
         if self.world == 1:
             return {}
         marks = {entry.name: Mark.of(entry) for entry in self._entries}
@@ -136,7 +135,8 @@ class State:
         return marks
 
     def _digests(self, ours: set[str]) -> Iterator[tuple[str, tuple[int, int]]]:
-        """Of what is compared. At most one tensor for each thread is in memory beside those that are ours."""
+        """Yield the digests of the compared tensors. Beside the tensors that this rank will write, at most one
+        tensor per thread is in memory."""
         threads = min(4, os.cpu_count() or 1)
         pending: deque[tuple[str, Future[tuple[int, int]]]] = deque()
         with ThreadPoolExecutor(threads, "digests") as pool:
@@ -156,7 +156,7 @@ class State:
                 yield name, digest.result()
 
     def planner(self, everyones: Sequence[Marks]) -> Planner:
-        """When all have told their marks."""
+        """Return the planner, given the marks of all ranks."""
         values: dict[str, Any] = {**self._objects}
         paths: dict[str, tuple[str | int, ...]] = {**self._paths}
         brought = {}
@@ -176,7 +176,7 @@ class State:
 
 
 class Planner(DefaultSavePlanner):
-    """DCP's, for what is on a rank, or was brought from its device; what it gives are copies."""
+    """DCP's planner, for tensors that lie on this rank or were copied from its device. It returns copies."""
 
     def __init__(
         self, values: Mapping[str, Any], paths: Mapping[str, tuple[str | int, ...]], brought: dict[str, Tensor]
@@ -186,22 +186,22 @@ class Planner(DefaultSavePlanner):
         self.set_up_planner(dict(values), is_coordinator=True)
 
     def create_local_plan(self) -> SavePlan:
-        """The largest first, that they are dealt out evenly."""
+        """Plan the largest items first, to balance the load."""
         plan = super().create_local_plan()
         return replace(plan, items=sorted(plan.items, key=_largest), planner_data=self._paths)
 
     def presumed(self, rank: int, world: int) -> set[str]:
-        """What a rank will have to write if all have the same."""
+        """Return the names that a rank will have to write if all ranks have identical tensors."""
         return {item.index.fqn for item in self._dedup_save_plans([self.create_local_plan()] * world)[rank].items}
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        """What was brought and is not ours to write is let go."""
+        """Free the copies of tensors that another rank writes."""
         ours = {item.index.fqn for item in new_plan.items}
         self._brought = {name: tensor for name, tensor in self._brought.items() if name in ours}
         return super().finish_plan(new_plan)
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
-        """A copy of a tensor, or of a piece of it."""
+        """Return a copy of a tensor, or of a piece of it."""
         name = write_item.index.fqn
         held = self.state_dict[name]
         if isinstance(held, Divided):
@@ -212,7 +212,7 @@ class Planner(DefaultSavePlanner):
 
 
 class Saver:
-    """Saves a program's state to a folder, which may be one for all ranks or one on each machine."""
+    """Saves a program's state to a folder, shared by all ranks or local to each machine."""
 
     def __init__(
         self,
@@ -226,11 +226,12 @@ class Saver:
         keep: int = 2,
         alike: bool = False,
     ) -> None:
-        """`also` names whatever else has a state. With `copies`, each part is written by that many ranks, so that
-        it outlives a machine whose folder is its own. Beside the newest step stay the `keep` before it.
+        """`also` names further objects with a state. With `copies`, each part is written by that many ranks, so
+        that it survives the loss of a machine with a local folder. `keep` older steps are kept beside the
+        newest.
 
-        `alike`: all ranks hold the same, but for rounding. Nothing is compared, and each tensor is saved by one of
-        them."""
+        `alike`: all ranks hold the same state, apart from rounding. Nothing is compared, and each tensor is
+        saved by one rank."""
         self._rank, self._world = place(group)
         if not 1 <= copies <= self._world:
             raise CheckpointError(f"{self._world} ranks hold 1 to {self._world} copies of a part, not {copies}")
@@ -241,21 +242,22 @@ class Saver:
         self._group, self._copies, self._keep, self._alike = group, copies, keep, alike
         self._writing: threading.Thread | None = None
         self._errors: list[BaseException] = []
-        """Of the saving before, until somebody hears of it."""
+        """Errors of the previous saving that have not been raised yet."""
         weakref.finalize(self, _tell_unheard, self._errors)
         self._step: int | None = None
         self._again = 0
         self._whole: list[int] = []
-        """Steps that are on the disk of every rank."""
+        """Steps that are complete on the disks of all ranks."""
 
     def save(self, step: int, **plain: Any) -> None:
-        """Save this step; `plain` are numbers and words, the same on all ranks. All ranks call this.
+        """Save this step; `plain` are numbers and strings, the same on all ranks. All ranks call this.
 
-        Tensors of the model and the optimizer that are alike on all ranks, to the bit, are saved once, and so is what
-        DDP averages. Those that are not are each rank's own, and only as many ranks can go on from them.
+        Tensors of the model and the optimizer that are bitwise identical on all ranks are saved once, and so are
+        those that DDP averages. Tensors that differ are saved per rank, and then only the same number of ranks
+        can resume.
 
-        Returns when a copy has been taken. Raises, on all ranks, what went wrong with the saving before or with
-        taking the copy, on any of them; nothing is saved then."""
+        Return when a copy has been taken. If the previous saving, or taking the copy, failed on any rank, raise
+        the error on all ranks; nothing is saved then."""
 
         def look() -> tuple[State, bytes]:
             self.wait()
@@ -287,7 +289,7 @@ class Saver:
         self._writing.start()
 
     def wait(self) -> None:
-        """Return when everything of this rank is on the disk; raises what went wrong."""
+        """Wait until all data of this rank are on disk; raise the error of a failed saving."""
         if self._writing is not None:
             self._writing.join()
             self._writing = None
@@ -296,7 +298,8 @@ class Saver:
             raise self._errors.pop()
 
     def _together(self, work: Callable[[], tuple[_Kept, bytes]]) -> tuple[_Kept, list[bytes]]:
-        """What we keep of that work, and what each rank tells of its. Raises on all of them if one has trouble."""
+        """Run the work, and all-gather its messages. Return the local result and the messages of all ranks. If it
+        fails on one rank, raise on all."""
         kept, told, trouble = [], b"", None
         try:
             ours, told = work()
@@ -313,7 +316,7 @@ class Saver:
         return kept[0], [told for _, told in words]
 
     def _exchanged(self, part: Part, data: bytes) -> list[tuple[Part, bytes]]:
-        """Our part, and those of the ranks before us, of which we hold copies."""
+        """Return this rank's part, and those of the preceding ranks, of which it keeps copies."""
         theirs = [
             msgspec.msgpack.decode(each, type=Part) for each in gathered(msgspec.msgpack.encode(part), self._group)
         ]
@@ -335,7 +338,7 @@ class Saver:
         pruned: int,
         replaced: tuple[int, int] | None,
     ) -> None:
-        """On a thread of its own. What is older than the steps that stay goes before the new one comes."""
+        """Write the parts, on a thread of its own. Steps older than those to be kept are deleted first."""
         try:
             if replaced is not None:
                 remove_savings(self._folder, *replaced)
@@ -349,13 +352,14 @@ class Saver:
 
 
 def _tell_unheard(errors: list[BaseException]) -> None:
-    """The saver is gone, or the program is over, and nobody has waited for the last saving."""
+    """Report unraised errors of the last saving when the saver is destroyed or the program exits."""
     for error in errors:
         warnings.warn(f"the last saving failed: {error}", stacklevel=2)
 
 
 def _digest(here: Tensor) -> tuple[int, int]:
-    """Of its bits. A fingerprint, being a sum, cannot tell rows that change places, nor two signs; a CRC can."""
+    """Return a digest of the bits: a fingerprint and a CRC. The fingerprint is a sum, so it misses swapped rows
+    and a pair of flipped signs; the CRC detects both."""
     data = here.reshape(-1).view(torch.uint8).numpy()
     return fingerprint(data), zlib.crc32(data.data)
 

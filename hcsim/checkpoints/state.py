@@ -1,7 +1,7 @@
 """A program's state as torch's state dicts have it (`torch.distributed.checkpoint.state_dict`), for DCP to save.
 
-Names are those of the model that nothing wraps. A block that is `Sharded` is there under the names and shapes that its
-parameters have in the whole model: what a rank holds of one, a range of its elements, is handed to DCP as boxes of it.
+Names are those of the unwrapped model. A `Sharded` block appears under the names and shapes of its parameters
+in the whole model. A rank's piece of a parameter is a range of its elements, which is passed to DCP as boxes.
 """
 
 from __future__ import annotations
@@ -33,17 +33,16 @@ EXTRA = "_extra_state"
 
 
 class HasState(Protocol):
-    """A learning-rate schedule, a communication hook with residuals, a data loader…"""
+    """An object with a state: a learning-rate schedule, a communication hook with residuals, a data loader."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Tensors, numbers and words, in dictionaries and lists."""
+        """Return tensors, numbers and strings, in dictionaries and lists."""
 
-    def load_state_dict(self, state: dict[str, Any]) -> object:
-        """Go on from there."""
+    def load_state_dict(self, state: dict[str, Any]) -> object: ...
 
 
 class Divided:
-    """Some elements of a tensor, in row-major order, which DCP asks for by the boxes that they make up."""
+    """A range of a tensor's elements in row-major order, which DCP accesses as boxes."""
 
     def __init__(self, flat: Tensor, shape: Sequence[int], lo: int) -> None:
         self.flat = flat
@@ -75,7 +74,7 @@ class Divided:
 
 
 def boxes(shape: Sequence[int], lo: int, hi: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """The offsets and sizes of the boxes that make up a range of a tensor's elements, one after the other."""
+    """Yield the offsets and sizes of the boxes that make up a range of a tensor's elements, in order."""
     if not shape or lo == hi:
         yield (0,) * len(shape), tuple(shape)
         return
@@ -96,18 +95,17 @@ def boxes(shape: Sequence[int], lo: int, hi: int) -> Iterator[tuple[tuple[int, .
 
 
 Held = Tensor | Divided
-"""What a rank has of a tensor: all of it, a DTensor's shard, or some elements."""
+"""A rank's data of a tensor: all of it, a DTensor's shard, or a range of elements."""
 
 
 def local(held: Held) -> Tensor:
-    """What of it is here."""
     if isinstance(held, Divided):
         return held.flat
     return held.to_local().detach() if isinstance(held, DTensor) else held.detach()
 
 
 def chunks(held: Held) -> list[ChunkStorageMetadata]:
-    """Which parts of a tensor are here that other ranks have other parts of."""
+    """Return the local chunks of a tensor that is divided among ranks."""
     divided: Any = held
     return divided.__create_chunk_list__() if isinstance(held, Divided | DTensor) else []
 
@@ -116,17 +114,17 @@ class Entry(NamedTuple):
     """A tensor of the state."""
 
     path: tuple[str, ...]
-    """Where it is in the state dict."""
+    """The path in the state dict."""
     held: Held
     first: bool = False
-    """Where ranks have unlike ones, another number of ranks goes on from the first rank's: buffers, as DDP gives its to
-    the others."""
+    """Where ranks differ, a run with another number of ranks uses the first rank's tensor. This holds for
+    buffers, which DDP broadcasts from the first rank."""
     compared: bool = True
-    """Whether the ranks find out if they are alike. What DDP averages is, but for what unlike machines round."""
+    """Whether the ranks compare the tensor. What DDP averages is identical, apart from the rounding of
+    different machines."""
 
     @property
     def name(self) -> str:
-        """As DCP calls it."""
         return ".".join(self.path)
 
 
@@ -146,9 +144,9 @@ class Program:
         self._averaged = {*_averaged(model, group)}
         self._buffers = {_place(buffer) for buffer in model.buffers()}
         self.extra = {self._whole(name): name for name in self._state if name.endswith(EXTRA)}
-        """Names of what modules keep that is no tensor, and what this model calls them."""
+        """Whole-model names of the modules' extra state, with the names in this model."""
         self.aliases: dict[str, str] = {}
-        """Further names of what is saved under another: of tied weights, say."""
+        """Additional names of tensors saved under another name, as for tied weights."""
         self._tensors: dict[str, Tensor] = {}
         first: dict[Any, str] = {}
         for name, tensor in tensors.items():
@@ -162,7 +160,7 @@ class Program:
                 self.aliases |= self._within(name)
 
     def entries(self) -> Iterator[Entry]:
-        """The model's parameters and buffers, or what this rank has of them."""
+        """Yield this rank's part of the model's parameters and buffers."""
         for name, tensor in self._tensors.items():
             averaged = name not in self._blocks and _place(tensor) in self._averaged
             first = averaged or _place(tensor) in self._buffers
@@ -170,21 +168,20 @@ class Program:
                 yield Entry(("model", whole), held, first, not averaged)
 
     def whole(self) -> Iterator[str]:
-        """The names of all that is saved of the model, on whichever rank."""
+        """Yield the names of all saved tensors of the model, on any rank."""
         for name in self._tensors:
             yield from self.names(name)
 
     def extra_state(self) -> dict[str, Any]:
-        """What modules keep that is no tensor."""
         return {whole: self._state[name] for whole, name in self.extra.items()}
 
     def restored(self, extra: Mapping[str, Any]) -> None:
-        """Tell the modules that their tensors have other values, and their extra states."""
+        """Pass the extra state to the modules, and notify them that their tensors have changed."""
         state = {name: value for name, value in self._state.items() if not name.endswith(EXTRA)}
         set_model_state_dict(self._model, {**state, **{self.extra[whole]: value for whole, value in extra.items()}})
 
     def optimizer_entries(self, state: Mapping[str, Any]) -> Iterator[Entry]:
-        """The tensors of what `optimizer_state` gives."""
+        """Yield the tensors of an `optimizer_state`."""
         for name, values in state["state"].items():
             averaged = name not in self._blocks and _place(self._tensors[name]) in self._averaged
             for key, value in values.items():
@@ -198,7 +195,8 @@ class Program:
                     yield Entry(("optimizer", "state", whole, key), held, averaged, not averaged)
 
     def optimizer_plain(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """What of it is no tensor: the settings of its groups, by whole parameters' names, and what it counts."""
+        """Return the rest of an `optimizer_state`: the settings of the parameter groups, by whole-model names, and
+        counters."""
         counts: dict[str, dict[str, Any]] = {}
         for name, values in state["state"].items():
             for key, value in values.items():
@@ -212,7 +210,7 @@ class Program:
         return {"state": counts, "param_groups": groups}
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """As torch has it, by this model's names."""
+        """Return the optimizer's state in torch's format, by this model's names."""
         ours = {*self._model.parameters()}
         if any(parameter not in ours for group in optimizer.param_groups for parameter in group["params"]):
             raise CheckpointError(
@@ -222,24 +220,24 @@ class Program:
             return get_optimizer_state_dict(self._model, optimizer)
 
     def parameter(self, name: str) -> Tensor:
-        """Of that name in this model."""
         return self._tensors[name]
 
     def is_block(self, name: str) -> bool:
-        """Whether that is the shard of a block."""
+        """Return whether the parameter is the shard of a block."""
         return name in self._blocks
 
     def held(self, name: str, tensor: Tensor) -> dict[str, Held]:
-        """A tensor that is divided as the parameter of that name is: the parameter itself, or a moment of it."""
+        """Return the pieces of a tensor that is sharded like this parameter: the parameter itself, or an optimizer
+        moment."""
         return dict(self._held(name, tensor))
 
     def names(self, name: str) -> list[str]:
-        """The parameters of the whole model that are in the one of that name, on whichever rank."""
+        """Return the whole-model names of the parameters in this shard, on any rank."""
         block = self._blocks.get(name)
         return [self._whole(name)] if block is None else [self._in_block(name, piece) for piece in block.places]
 
     def pieces(self, name: str) -> dict[str, torch.Size]:
-        """Their shapes."""
+        """Return their names and shapes."""
         block = self._blocks.get(name)
         shapes = [self._tensors[name].shape] if block is None else [piece.shape for piece in block.places]
         return dict(zip(self.names(name), shapes, strict=True))
@@ -261,7 +259,6 @@ class Program:
         return self._whole(f"{shard.removesuffix('shard')}block.{piece.name.replace('_orig_mod.', '')}")
 
     def _within(self, shard: str) -> dict[str, str]:
-        """The further names of a block's parameters."""
         block = self._blocks[shard]
         places = {(piece.lo, piece.hi): piece for piece in block.places}
         called: dict[nn.Module, list[str]] = {}
@@ -285,7 +282,7 @@ class Program:
 
 
 def random_state() -> dict[str, Any]:
-    """Where the generators are that a program usually draws from: torch's, numpy's and Python's own."""
+    """Return the states of the usual random number generators: torch's, numpy's and Python's."""
     kind, words, at, has_gauss, gauss = np.random.get_state(legacy=True)
     version, internal, cached = random.getstate()
     state: dict[str, Any] = {
@@ -301,7 +298,6 @@ def random_state() -> dict[str, Any]:
 
 
 def restore_random_state(state: Mapping[str, Any]) -> None:
-    """Go on drawing where that was taken."""
     torch.set_rng_state(state["torch"])
     theirs = state["numpy"]
     np.random.set_state((theirs["kind"], theirs["words"].numpy().astype(np.uint32), *theirs["rest"]))
@@ -314,13 +310,13 @@ def restore_random_state(state: Mapping[str, Any]) -> None:
 
 
 def _place(tensor: Tensor) -> tuple[Any, ...]:
-    """Two names with the same one are of one tensor."""
+    """Return a key of the tensor's memory; equal keys mean one tensor under two names."""
     here = local(tensor)
     return here.untyped_storage()._cdata, here.storage_offset(), here.shape, here.stride(), here.dtype
 
 
 def _averaged(model: nn.Module, group: dist.ProcessGroup | None) -> Iterator[tuple[Any, ...]]:
-    """What a DDP keeps alike on all ranks that save it."""
+    """Yield the keys of tensors that DDP keeps identical on all ranks that save."""
     for ddp in model.modules():
         if isinstance(ddp, DistributedDataParallel) and _members(ddp.process_group) == _members(group):
             for name, parameter in ddp.module.named_parameters():
@@ -329,7 +325,7 @@ def _averaged(model: nn.Module, group: dist.ProcessGroup | None) -> Iterator[tup
 
 
 def _members(group: dist.ProcessGroup | None) -> set[int]:
-    """Of a group that there still is."""
+    """Return the ranks of a group; empty if the group has been destroyed."""
     try:
         return {*dist.get_process_group_ranks(group)} if dist.is_initialized() else set()
     except KeyError:
@@ -338,7 +334,8 @@ def _members(group: dist.ProcessGroup | None) -> set[int]:
 
 @contextmanager
 def _without_a_step(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """To have a state to look at where there is none, torch would take a step, which the optimizer would count."""
+    """Keep the optimizer from being stepped: torch would take a step to initialise a missing state, and the
+    optimizer would count it."""
     parameters = [] if optimizer.state else [each for group in optimizer.param_groups for each in group["params"]]
     for parameter in parameters[:1]:
         optimizer.state[parameter] = {}

@@ -1,7 +1,7 @@
-"""DCP's storage: torch writes checkpoints to parts and reads them from there, whichever planner it uses.
+"""DCP's storage: torch writes checkpoints to parts and reads them from there, with any planner.
 
-Nothing here is pickled: `Writer` keeps what DCP would pickle as plain data, and what `Reader` gives DCP to unpickle it
-has made itself.
+Nothing is pickled. `Writer` stores what DCP would pickle as plain data. `Reader` only gives DCP objects to
+unpickle that it has pickled itself.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from hcsim.errors import CheckpointError
 
 
 class Saving(msgspec.Struct, frozen=True):
-    """What makes parts one checkpoint: see `Part`."""
+    """Identifies the parts of one checkpoint: see `Part`."""
 
     saving: str
     again: int
@@ -59,20 +59,19 @@ class Saving(msgspec.Struct, frozen=True):
 
 
 class Taken(NamedTuple):
-    """A rank's part of a checkpoint at one moment, in memory of its own."""
+    """A copy of a rank's part at one moment."""
 
     part: Part
     tensors: dict[str, Tensor]
 
     def packed(self) -> tuple[Part, bytes]:
-        """As it is written."""
         data = packed_tensors(self.tensors)
         digest = hashlib.sha256(data).hexdigest()
         return msgspec.structs.replace(self.part, size_bytes=len(data), sha256=digest), data
 
 
 class Writer(StorageWriter):
-    """Writes one step of what `torch.distributed.checkpoint.save` is given."""
+    """Writes one step, for `torch.distributed.checkpoint.save`."""
 
     def __init__(self, folder: Path | str, step: int, aliases: Mapping[str, str] | None = None) -> None:
         if step < 0:
@@ -81,30 +80,29 @@ class Writer(StorageWriter):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Any folder will do."""
         return True
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """A new saving, in another folder perhaps."""
+        """Begin a new saving, optionally in another folder."""
         if checkpoint_id is not None:
             self._folder = Path(checkpoint_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """All ranks do the same."""
+        """Do nothing: no rank has a special role."""
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """With a number drawn, and how often this step was saved here."""
+        """Add a random number for the saving, and the number of earlier savings of this step."""
         again = 1 + max((part.again for part in parts_in(self._folder, self._step)[0]), default=-1)
         return replace(plan, storage_data=Saving(secrets.token_hex(16), again))
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """All of one saving: whichever rank works this out, it is the same."""
+        """Choose one saving for all parts. The result is the same on whichever rank this runs."""
         number = plans[0].storage_data.saving
         again = max(plan.storage_data.again for plan in plans)
         return [replace(plan, storage_data=Saving(number, again, rank, len(plans))) for rank, plan in enumerate(plans)]
 
     def take(self, plan: SavePlan, planner: SavePlanner, copy: bool = True) -> Taken:
-        """A copy of what is ours to write, unless the planner gives none but copies."""
+        """Copy what this rank writes, unless the planner returns copies already."""
         tensors: dict[str, Tensor] = {}
         items = []
         paths = plan.planner_data or {}
@@ -127,19 +125,20 @@ class Writer(StorageWriter):
         return Taken(Part(step=self._step, items=items, aliases=self._aliases, **saving), tensors)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Returns when it is on the disk."""
+        """Write the part and return when it is on disk."""
         taken = self.take(plan, planner)
         write_part(self._folder, *taken.packed())
         return _done([WriteResult(item.index, item.tensor_storage_size() or 0, None) for item in plan.items])
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """The parts tell by themselves that they are all there."""
+        """Do nothing: the parts themselves show whether the checkpoint is complete."""
 
 
 class Reader(StorageReader):
-    """Reads one whole checkpoint for `torch.distributed.checkpoint.load`, by default the newest in the folder.
+    """Reads one complete checkpoint for `torch.distributed.checkpoint.load`, by default the newest in the
+    folder.
 
-    `parts` are known to be sound; without them, they are looked for and checked."""
+    `parts` are known to be intact; without them, the folder is searched and its files are checked."""
 
     def __init__(self, folder: Path | str, step: int | None = None, *, parts: Mapping[int, Part] | None = None) -> None:
         self._folder, self._step, self._parts = Path(folder), step, parts
@@ -149,17 +148,16 @@ class Reader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Any folder will do."""
         return True
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Another folder, perhaps."""
+        """Switch to another folder, if one is given."""
         if checkpoint_id is not None:
             self._folder, self._parts, self._metadata = Path(checkpoint_id), None, None
             self._files, self._places = {}, {}
 
     def read_metadata(self) -> Metadata:
-        """What all parts together have."""
+        """Return the metadata of all parts together."""
         if self._metadata is None:
             self._metadata = self._put_together()
         return self._metadata
@@ -193,22 +191,19 @@ class Reader(StorageReader):
         return Metadata(found, planner_data=paths)
 
     def aliases(self) -> dict[str, str]:
-        """Further names of what is saved under another."""
         return {name: of for part in (self._parts or {}).values() for name, of in part.aliases.items()}
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """All ranks do the same."""
+        """Do nothing: no rank has a special role."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """As it is."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """As they are."""
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Returns when all of it is read."""
+        """Read all data before returning."""
         for read in plan.items:
             index = read.storage_index
             if read.type == LoadItemType.BYTE_IO:
@@ -225,7 +220,7 @@ class Reader(StorageReader):
         return _done(None)
 
     def value(self, name: str) -> Any:
-        """An object, made anew."""
+        """Return a new copy of an object."""
         self.read_metadata()
         rank, item = self._places[name, None]
         return put_together(item.plain, self._file(rank).get_tensor)
@@ -247,14 +242,13 @@ class Reader(StorageReader):
 
 
 def packed_plan(plan: SavePlan) -> bytes:
-    """As ranks tell each other."""
+    """Serialise a plan, to send it to other ranks."""
     paths = plan.planner_data or {}
     items = [_described(item, paths.get(item.index.fqn, (item.index.fqn,))) for item in plan.items]
     return msgspec.msgpack.encode((items, plan.storage_data))
 
 
 def unpacked_plan(data: bytes) -> SavePlan:
-    """As it was."""
     items, saving = msgspec.msgpack.decode(data, type=tuple[list[Item], Saving])
     return SavePlan([_planned(item) for item in items], saving, {item.name: item.path for item in items})
 
@@ -280,13 +274,12 @@ def _chunk(item: Item) -> ChunkStorageMetadata:
 
 
 def on_cpu(tensor: Tensor, copy: bool = False) -> Tensor:
-    """As it is saved: its elements side by side, and not to be conjugated or negated when it is read."""
+    """Return a contiguous CPU tensor without lazy conjugation or negation."""
     plain = tensor.detach().resolve_conj().resolve_neg()
     return plain.to("cpu", copy=copy, memory_format=torch.contiguous_format).contiguous()
 
 
 def _object(item: WriteItem, planner: SavePlanner) -> Any:
-    """What DCP would pickle."""
     if isinstance(planner, DefaultSavePlanner):
         return planner.lookup_object(item.index)
     pickled = planner.resolve_data(item)
@@ -296,7 +289,7 @@ def _object(item: WriteItem, planner: SavePlanner) -> Any:
 
 
 def _packed(name: str, tensor: Tensor) -> str:
-    """The name, of a tensor that can be saved."""
+    """Return the name, after checking that the tensor can be saved."""
     if not _packs(tensor.dtype):
         raise CheckpointError(f"{name} is {dtype_name(tensor.dtype)}, which a safetensors file cannot hold")
     return name

@@ -1,4 +1,4 @@
-"""The command line. Nothing of ours is imported here before it is needed: `hcsim --help` is quick."""
+"""The command line. Modules of hcsim are imported only when they are needed, which keeps `hcsim --help` fast."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hcsim.cli.errors import FAILED, INTERRUPTED, spell
 
 
 def main() -> None:
-    """The console script `hcsim`."""
+    """The entry point of the console script `hcsim`."""
     spell()
     try:
         from hcsim.cli.app import app

@@ -1,4 +1,4 @@
-"""The commands and their options; each imports its work when it is called."""
+"""The commands and their options. Each command imports its implementation when it is called."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`hcsim cluster`: which machines belong together."""
+"""`hcsim cluster`: manages which machines belong to a cluster."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Name = Annotated[str, typer.Option(help="What this machine calls the cluster.")]
 
 
 def home() -> Path:
-    """Where this machine keeps its key and its clusters."""
+    """Return the folder in which this machine keeps its key and its clusters."""
     from hcsim.real.keys import default_home  # loads cryptography
 
     return default_home()
@@ -25,7 +25,7 @@ def home() -> Path:
 
 @app.command()
 def create(name: Name = CLUSTER) -> None:
-    """Make a new cluster with this machine in it, and print the phrase by which other machines join it."""
+    """Make a new cluster that contains this machine, and print the phrase with which other machines join it."""
     with errors_told():
         from hcsim.cli import screen
         from hcsim.real.interfaces import host_name
@@ -66,7 +66,7 @@ def join(
 ) -> None:
     """Make this machine a member, by an invitation or the phrase.
 
-    Without PHRASE it is asked for: so it is in no shell history, and no list of processes shows it."""
+    Without PHRASE, the command asks for it, so that it appears in no shell history and in no process list."""
     with errors_told():
         from hcsim.cli import membership
 
@@ -86,7 +86,7 @@ def invite(
         int, typer.Option(min=0, max=65535, help="Where this machine waits for the other.")
     ] = INVITATION_PORT,
 ) -> None:
-    """Print an invitation to the cluster, and wait until the other machine has joined by it."""
+    """Print an invitation to the cluster, and wait until the other machine has joined with it."""
     with errors_told():
         from hcsim.cli import membership as work
 
@@ -95,7 +95,7 @@ def invite(
 
 @app.command()
 def members(name: Name = CLUSTER) -> None:
-    """Print who belongs to the cluster, and who was expelled, as far as this machine knows."""
+    """Print the members and the expelled machines of the cluster, as far as this machine knows them."""
     with errors_told():
         from hcsim.cli import membership as work
 
@@ -118,7 +118,7 @@ def expel(
 
 @app.command()
 def rotate(name: Name = CLUSTER, peer: Peers = None, look: Look = "3 s") -> None:
-    """Replace the cluster's secret: the old phrase admits nobody any more. Members stay members."""
+    """Replace the cluster's secret: the old phrase admits no machine any more. Members stay members."""
     with errors_told():
         from hcsim.cli import membership as work
 
@@ -127,7 +127,7 @@ def rotate(name: Name = CLUSTER, peer: Peers = None, look: Look = "3 s") -> None
 
 @app.command()
 def phrase(name: Name = CLUSTER) -> None:
-    """Print the phrase by which machines can join without an invitation."""
+    """Print the phrase with which machines can join without an invitation."""
     with errors_told():
         from hcsim.cli import membership as work
 
@@ -136,7 +136,7 @@ def phrase(name: Name = CLUSTER) -> None:
 
 @app.command()
 def status(name: Name = CLUSTER, peer: Peers = None, look: Look = "3 s") -> None:
-    """Ask the nodes that run now: who is there, who leads, and how they are connected."""
+    """Ask the running nodes for the members, the leader and the connections."""
     with errors_told():
         from hcsim.cli.membership import show_status
 
@@ -150,7 +150,7 @@ def forget(
     peer: Peers = None,
     look: Look = "3 s",
 ) -> None:
-    """Tell the nodes that run now that a machine is gone for good: they no longer wait for its word."""
+    """Tell the running nodes that a machine is gone for good: they no longer wait for it."""
     with errors_told():
         from hcsim.cli.membership import forget_machine
 

@@ -1,9 +1,10 @@
-"""`hcsim run` with a cluster that forms itself and survives, in both worlds, with the same output.
+"""`hcsim run` with an elastic cluster, simulated or real, with the same output.
 
-A real one may be started on other machines from here, over ssh. There, the job comes over standard input, which stays
-open until the run is to end. A connection that is cut closes it. One that dies without a word does not, so whoever
-started the run also says something now and then, and once it has begun to, silence counts as its end. The other side
-answers the job with a line of its own, which tells a machine that was lost from one that was never reached.
+A real run can start nodes on other machines over ssh. There, the job is read from standard input, which
+stays open until the run is to end. A closed connection closes it. A connection can also die silently, so
+the starting machine sends heartbeats; once the first has arrived, silence counts as the end of the
+connection. The started machine acknowledges the job with a line, which tells a machine that was lost from
+one that was never reached.
 """
 
 from __future__ import annotations
@@ -40,23 +41,23 @@ from hcsim.training.tasks import task
 from hcsim.transport.hello import Wire
 
 _GRACE_S = 30.0
-"""How long those that were started from here may take to end."""
+"""The time limit for the started machines to end."""
 END_OF_JOB = "..."
-"""After this line standard input stays open; when it closes, whoever started us has gone or wants us to leave. The same
-line is the answer."""
+"""After this line standard input stays open. When it closes, the starting process has gone or asks this node
+to leave. The same line acknowledges the job."""
 SILENCE_S = 30.0
 
 
 class Others(msgspec.Struct, frozen=True):
-    """Machines that are started from here."""
+    """The machines that are started from here."""
 
     hosts: tuple[str, ...] = ()
     program: str = "hcsim"
-    """What hcsim is called there."""
+    """The name or path of hcsim on those machines."""
 
 
 class Member(Onlooker):
-    """Shows how far the members have come; a step is told once, whoever tells it first."""
+    """Shows the progress of the members. Each step is shown once, for the first member that reports it."""
 
     def __init__(self, progress: screen.Progress, save: Path | None, *, only_first: bool) -> None:
         super().__init__(progress, save)
@@ -64,14 +65,15 @@ class Member(Onlooker):
         self._step = 0
 
     def point(self, rank: int, point: Point) -> None:
-        """A member has come this far."""
+        """Show a member's progress."""
         if point.step > self._step and (rank == 0 or not self._only_first):
             self._step = point.step
             self._progress.together(point)
 
 
 def train_virtual_cluster(scenario: Scenario, settings: Training, wire: Wire, files: Files, save: Path | None) -> bool:
-    """Train a virtual cluster, and show how it went; whether all that were there at the end came to it."""
+    """Train a virtual cluster and show the outcome. Return whether all nodes that were present at the end
+    finished."""
     check(settings, len(scenario.nodes), len(scenario.homes), save)
     check_elastic(settings)
     with screen.Progress("step", settings.steps) as progress, recording(files) as record:
@@ -91,9 +93,10 @@ def train_virtual_cluster(scenario: Scenario, settings: Training, wire: Wire, fi
 def train_for_real(
     node: RealNode, plan: Plan, trace: Path | None, save: Path | None, others: Others, *, attended: bool
 ) -> bool:
-    """Find the other machines, train with them, and show how it went.
+    """Find the other machines, train with them, and show the outcome.
 
-    Others may be started from here; if we ourselves were (`attended`), we leave when whoever did so goes."""
+    Other machines may be started from here. If this process was itself started from another machine
+    (`attended`), it leaves when that machine disconnects."""
     settings, cluster = plan.training, plan.cluster
     load_secret(node.home, node.cluster)  # whoever has joined no cluster need not wait
     check(settings, cluster.needed, 1, save)
@@ -115,7 +118,7 @@ def train_for_real(
 
 
 class _Session:
-    """This node's training, and what a person does meanwhile."""
+    """The training of this node, and the handling of interrupts and of standard input meanwhile."""
 
     def __init__(
         self, node: RealNode, plan: Plan, progress: screen.Progress, save: Path | None, sink: Sink | None
@@ -128,7 +131,7 @@ class _Session:
         self._leaving = asyncio.Event()
 
     async def run(self, others: Others, *, attended: bool) -> Report:
-        """Until the end, or until somebody wants us to leave."""
+        """Train until the end, or until the node is asked to leave."""
         training = asyncio.ensure_future(self._train())
         stopped = False
 
@@ -188,7 +191,8 @@ class _Session:
 
 
 def read_job() -> tuple[str, bool]:
-    """The job from standard input, and whether it is attended: whether it ended with a line that says so."""
+    """Return the job from standard input, and whether the run is attended: whether the job ended with
+    `END_OF_JOB`."""
     lines: list[str] = []
     for line in sys.stdin or ():  # it may be closed
         if line.rstrip("\n") == END_OF_JOB:
@@ -200,7 +204,7 @@ def read_job() -> tuple[str, bool]:
 
 
 def when_input_closes(act: Callable[[], None], silence_s: float = SILENCE_S) -> None:
-    """Call this once standard input has ended, or has been silent for so long after something came over it."""
+    """Call `act` once standard input has ended, or has been silent for `silence_s` after the first input."""
     loop, descriptor = asyncio.get_running_loop(), sys.stdin.fileno()
     silence: asyncio.TimerHandle | None = None
 
@@ -222,31 +226,31 @@ def when_input_closes(act: Callable[[], None], silence_s: float = SILENCE_S) -> 
 
 
 class _Unheard(io.TextIOBase):
-    """What is written where nobody listens any more is lost, and is no reason to stop: we still want to leave well."""
+    """A standard stream that drops output nobody reads any more, so that the node can still leave in order."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
 
     @property
     def encoding(self) -> str:  # type: ignore[override]  # it is read-only in io.TextIOBase, too
-        """As it was."""
+        """The encoding of the stream that this one replaces."""
         return self._stream.encoding
 
     def write(self, text: str) -> int:
-        """All of it, as far as the writer knows."""
+        """Write the text, and report all of it as written even if it was dropped."""
         with suppress(ConnectionError):
             self._stream.write(text)
         return len(text)
 
     def flush(self) -> None:
-        """To whoever listens."""
+        """Flush the stream, if it can still be written."""
         with suppress(ConnectionError):
             self._stream.flush()
 
     def isatty(self) -> bool:
-        """As it was."""
+        """Return what the stream that this one replaces returns."""
         return self._stream.isatty()
 
     def fileno(self) -> int:
-        """As it was."""
+        """Return the descriptor of the stream that this one replaces."""
         return self._stream.fileno()

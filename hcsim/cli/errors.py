@@ -10,11 +10,11 @@ from contextlib import contextmanager
 FAILED = 1
 BAD_INPUT = 2
 INTERRUPTED = 130
-"""The exit status that shells give it."""
+"""The exit status that shells use for an interrupted program."""
 
 
 def spell() -> None:
-    """What a terminal cannot show is spelled: no reason to end a run."""
+    """Replace characters that the terminal cannot encode by escapes, so that they do not end a run."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
@@ -22,7 +22,7 @@ def spell() -> None:
 
 @contextmanager
 def errors_told() -> Iterator[None]:
-    """Tell a person what is wrong in a line. A programming error keeps its traceback."""
+    """Report errors of hcsim in one line and exit with a status. A programming error keeps its traceback."""
     import typer
 
     from hcsim.errors import ConfigError, HcsimError, UsageError

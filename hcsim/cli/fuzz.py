@@ -1,4 +1,4 @@
-"""`hcsim fuzz`: what a search shows, and what it writes."""
+"""`hcsim fuzz`: the output and the files of a search."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from hcsim.fuzz.trial import Trial, gather
 
 SEEDS = 100
 SMALL_EACH = 2
-"""Seeds that are made small for each invariant: more of them mostly show the same defect."""
+"""How many seeds are shrunk for each invariant. Further seeds mostly show the same defect."""
 
 
 class Search(msgspec.Struct, frozen=True):
-    """What is asked for."""
+    """The arguments of a search."""
 
     seeds: int | None
     first: int
@@ -46,7 +46,7 @@ class Search(msgspec.Struct, frozen=True):
 
 
 def search(asked: Search) -> bool:
-    """Judge seeds, tell what they came to, and make small what was found; whether every invariant held."""
+    """Run trials, report them and shrink what was found. Return whether every invariant held."""
     if asked.json is not None:
         _check_writable(asked.json)
     record = Record(asked.state) if asked.state is not None else None
@@ -83,7 +83,7 @@ def search(asked: Search) -> bool:
 
 
 def _wanted(asked: Search, known: dict[int, Trial]) -> Iterator[int]:
-    """The seeds that are not judged yet."""
+    """Yield the seeds without a trial so far."""
     ends_s = None if asked.minutes is None else monotonic() + 60 * asked.minutes
     seeds = asked.seeds if asked.seeds is not None or ends_s is not None else SEEDS
     numbers = count(asked.first) if seeds is None else iter(range(asked.first, asked.first + seeds))
@@ -95,7 +95,7 @@ def _wanted(asked: Search, known: dict[int, Trial]) -> Iterator[int]:
 
 
 def _shown(trials: Iterator[Trial], asked: Search, known: dict[int, Trial]) -> Iterator[Trial]:
-    """Trials as they come, with a line that moves, and a line for each that broke something."""
+    """Yield trials as they finish, with a progress line, and a line for each trial that broke an invariant."""
     columns = (TextColumn("{task.description}"), MofNCompleteColumn(), TimeElapsedColumn())
     total = asked.seeds or (None if asked.minutes is not None else SEEDS)
     with Progress(*columns, console=Console(stderr=True, soft_wrap=True)) as progress:
@@ -145,7 +145,7 @@ def _report(trials: Sequence[Trial], coverage: Coverage, judged: int, spent_s: f
 
 
 def _reduced(pool: Pool, trials: Sequence[Trial], out: Path) -> list[Finding]:
-    """The smallest scenarios that break what was broken, in files."""
+    """Write the smallest scenarios that break the broken invariants into files."""
     wanted: list[tuple[int, str]] = []
     for invariant in dict.fromkeys(each for trial in trials for each in trial.broken):
         seeds = [(trial.nodes, trial.seed) for trial in trials if invariant in trial.broken and trial.trace_sha256]
@@ -184,7 +184,7 @@ def _write_json(
 
 
 def replay_seed(seed: int, shrink: bool, out: Path) -> bool:
-    """One seed, with all that happens; whether every invariant held."""
+    """Replay one seed with its timeline. Return whether every invariant held."""
     broken = _replayed(scenario_of(seed))
     for invariant in broken if shrink else ():
         finding = reduce(seed, invariant)
@@ -193,7 +193,7 @@ def replay_seed(seed: int, shrink: bool, out: Path) -> bool:
 
 
 def replay_file(path: Path) -> bool:
-    """One scenario, with all that happens; whether every invariant held."""
+    """Replay one scenario with its timeline. Return whether every invariant held."""
     scenario = load_scenario(path)
     if scenario.cluster is None or scenario.training is None:
         raise ConfigError(f"{path}: it has no [cluster] with a [training], which is what can be held to invariants")

@@ -1,4 +1,4 @@
-"""`hcsim cluster`: who belongs to a cluster, and what its running nodes say about themselves and each other."""
+"""`hcsim cluster`: the members of a cluster, and the status that its running nodes report."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def join(text: str, home: Path, cluster: str, peers: Sequence[str], look: str) -
 
 
 def invite(home: Path, cluster: str, expires: str, uses: int, port: int) -> None:
-    """Show an invitation, and wait for those who use it."""
+    """Show an invitation, and wait for the machines that use it."""
     lasts_s = seconds("--expires", expires)
     name = "" if cluster == CLUSTER else f" --name {cluster}"
 
@@ -79,7 +79,7 @@ def invite(home: Path, cluster: str, expires: str, uses: int, port: int) -> None
 
 
 def list_members(home: Path, cluster: str) -> None:
-    """Show the trust list as this machine knows it."""
+    """Show the trust list of this machine."""
     trusted = load_trust(home, cluster, host_name())
     for node, name in trusted.list.members.items():
         screen.say(f"{node}  {screen.cell(name)}")
@@ -88,7 +88,7 @@ def list_members(home: Path, cluster: str) -> None:
 
 
 def rotate(home: Path, cluster: str, peers: Sequence[str], look: str, machine: str | None = None) -> None:
-    """Replace the secret; first expel a machine, if one is named. Members that run now learn of it at once."""
+    """Replace the secret; first expel a machine, if one is named. Running members are informed at once."""
     found = asyncio.run(ask_cluster(home, cluster, peers, seconds("--look", look)))
     trusted = load_trust(home, cluster, host_name())  # what those who answered knew is in it
     expelled: tuple[str, ...] = ()
@@ -108,7 +108,7 @@ def rotate(home: Path, cluster: str, peers: Sequence[str], look: str, machine: s
 
 
 def show_phrase(home: Path, cluster: str) -> None:
-    """Print the phrase by which newcomers join without an invitation, if this machine knows it."""
+    """Print the phrase with which machines join without an invitation, if this machine knows it."""
     phrase = load_trust(home, cluster, host_name()).phrase
     if phrase is None:
         raise HcsimError(
@@ -120,7 +120,7 @@ def show_phrase(home: Path, cluster: str) -> None:
 
 
 def _node_of(machine: str, members: Mapping[str, str], found: Survey) -> tuple[str, ...]:
-    """The node of that name on the trust list, or as a running machine calls itself, or of that id."""
+    """Return the nodes with that name on the trust list, that name in their status, or that id."""
     names = {node: [name] for node, name in members.items()}
     for told in found.told.values():
         for us in (told.status.us, *told.view.members):
@@ -180,14 +180,14 @@ async def _accept(secret: ClusterSecret, home: Path, cluster: str, peers: Sequen
 
 @asynccontextmanager
 async def _alone_with(key: NodeKey, secret: ClusterSecret, tell: Callable[[str], None]) -> AsyncIterator[Host]:
-    """This machine, for whoever knows the same secret."""
+    """Yield a host of this machine that admits peers with the same secret."""
     options = RealOptions("joining", seed=secrets.randbits(64), tls=ClusterTls(key, secret))
     async with RealHost(options, on_refused=lambda error: tell(f"a call was not taken: {error}")) as host:
         yield admitted(host, credentials(key, secret), tell)
 
 
 def show_status(home: Path, cluster: str, peers: Sequence[str], look: str) -> None:
-    """Ask, and show two tables: the nodes, and what connects them."""
+    """Query the cluster, and show two tables: the nodes and the connections between them."""
     survey = _survey(home, cluster, peers, look)
     told = {node: survey.told[node] for node in sorted(survey.told, key=lambda node: _seniority(survey.told[node]))}
     show_rows(("machine", "node", "", "view", "members", "addresses"), [node_row(each) for each in told.values()])
@@ -199,7 +199,7 @@ def show_status(home: Path, cluster: str, peers: Sequence[str], look: str) -> No
 
 
 def forget_machine(machine: str, home: Path, cluster: str, peers: Sequence[str], look: str) -> None:
-    """Say that a machine is gone for good, unless it is there."""
+    """Report a machine as gone for good, unless it is present."""
     found = _survey(home, cluster, peers, look)
     awaited = found.awaited()
     nodes = dict.fromkeys(member.node for member in awaited if member.name == machine)
@@ -236,7 +236,7 @@ def _survey(home: Path, cluster: str, peers: Sequence[str], look: str) -> Survey
 
 
 def _foreign(survey: Survey) -> str:
-    """Machines of other clusters: one of them may be looked for."""
+    """Return a note on machines of other clusters that answered: the caller may look for one of them."""
     seen = ", ".join(f"{screen.cell(name)} at {place}" for name, place in survey.foreign.items())
     return (
         f"\n  machines of another cluster are here: {seen}; if they belong to this one, {OTHER_CLUSTER}" if seen else ""
@@ -250,7 +250,7 @@ def _seniority(told: Told) -> tuple[str, int, str]:
 
 
 def node_row(told: Told) -> tuple[str, ...]:
-    """A node, and where it stands."""
+    """Return the row of a node and its status."""
     us, view = told.status.us, told.view
     if view.rank(us) is None:
         role = "waits to be taken in"
@@ -263,7 +263,7 @@ def node_row(told: Told) -> tuple[str, ...]:
 
 
 def link_row(told: Told, link: Link, everybody: Mapping[str, Told]) -> tuple[str, ...]:
-    """The way that what is computed takes, or else the control channel, and what was measured between the two."""
+    """Return the row of the data channel between two nodes, or else of the control channel, and its measurements."""
     ours, theirs = link.ends
     theirs = theirs or (hosts_of(link.address)[0][0] if link.address else "")
     other = everybody.get(link.node)
@@ -282,14 +282,14 @@ def link_row(told: Told, link: Link, everybody: Mapping[str, Told]) -> tuple[str
 
 
 def _media(address: str, told: Told | None) -> list[str]:
-    """What the interface of a node at that address is made of, as far as anybody knows."""
+    """Return the media of a node's interface at that address, as far as they are known."""
     if told is None or not address:
         return []
     return [interface.medium.value for interface in told.interfaces if address in interface.addresses][:1]
 
 
 def show_rows(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """A table of what other machines say."""
+    """Show a table whose contents come from other machines."""
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for heading in headings:
         table.add_column(heading, justify="right" if heading in _NUMBERS else "left", overflow="fold")

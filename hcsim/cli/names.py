@@ -1,4 +1,4 @@
-"""What can be named in a command or a file: for `hcsim list`, and for a shell that completes it."""
+"""The names that commands and files accept, for `hcsim list` and for shell completion."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _strategies() -> list[Row]:
 
 
 def _arguments(kind: type[msgspec.Struct]) -> str:
-    """What may stand after the name and a colon."""
+    """Return the arguments that may follow the name and a colon."""
     fields = [
         field.name if field.type is bool else f"{field.name}={field.default}" for field in msgspec.structs.fields(kind)
     ]
@@ -91,7 +91,7 @@ def _settings() -> list[Row]:
 
 
 def _written(name: str, value: object) -> str:
-    """A default as a file has it; nothing for what is left to the task or the machine."""
+    """Return a default as a file writes it, or nothing where the task or the machine decides."""
     if value is None or value == ():
         return ""
     if name.endswith("_bytes"):
@@ -119,7 +119,7 @@ KINDS: dict[str, Callable[[], list[Row]]] = {
 
 
 def show_names(kind: str | None) -> None:
-    """All there are of a kind, each with what it is; or of every kind, the names alone."""
+    """Show all names of a kind with their descriptions; without a kind, only the names of every kind."""
     load_installed()
     if kind is not None and kind not in KINDS:
         raise ConfigError(f"{kind}: there is no such list{did_you_mean(kind, KINDS)}; there are {', '.join(KINDS)}")
@@ -136,7 +136,7 @@ def show_names(kind: str | None) -> None:
 
 
 def completions(kind: str) -> list[str]:
-    """What a shell offers there."""
+    """Return the names that a shell offers for a kind."""
     if kind == "kinds":
         return list(KINDS)
     load_installed()
@@ -158,7 +158,7 @@ def _names(kind: str) -> list[str]:
 
 
 def _first_sentence(thing: object) -> str:
-    """Of what its docstring says."""
+    """Return the first sentence of a docstring."""
     described = thing.func if isinstance(thing, partial) else thing
     text = " ".join((inspect.getdoc(described) or "").split("\n\n")[0].split())
     return text.partition(". ")[0].rstrip(".")

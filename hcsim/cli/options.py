@@ -1,6 +1,7 @@
-"""The options of `hcsim run`, `bench` and `rank`, each once; and where those are now that one of them had before.
+"""The options of `hcsim run`, `bench` and `rank`, each defined once, and the new place of each option that has
+moved.
 
-What has no option here is set by `--set` (see settings.py).
+Everything without an option is set by `--set` (see settings.py).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ INVITATION_PORT = 52418
 
 
 def names_of(kind: str) -> Callable[[str], Iterable[str]]:
-    """Completes what can be named, in a shell."""
+    """Return a shell completion for the names of a kind."""
 
     def complete(incomplete: str) -> list[str]:
         from hcsim.cli.names import completions
@@ -141,7 +142,7 @@ CommandT = TypeVar("CommandT", bound=Callable[..., None])
 
 
 def taking(kind: type[msgspec.Struct]) -> Callable[[CommandT], CommandT]:
-    """Gives a command that takes any keywords a parameter for each field of the struct, as typer wants it."""
+    """Return a decorator that gives a command with any keywords a typer parameter for each field of the struct."""
 
     def with_parameters(command: CommandT) -> CommandT:
         hints = get_type_hints(kind, include_extras=True)
@@ -156,14 +157,14 @@ def taking(kind: type[msgspec.Struct]) -> Callable[[CommandT], CommandT]:
 
 
 _NOW = {"--metrics-port": "metrics"}
-"""Options whose setting is called otherwise."""
+"""Options whose setting has another name."""
 
 
 class Command(TyperCommand):
-    """A command that refuses an option which it does not have with where that is: a setting, or another command's."""
+    """A command whose error for an unknown option names the setting or the command that has it."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Read the words."""
+        """Parse the arguments, and say where an unknown option has gone."""
         given = list(args)
         try:
             return super().parse_args(ctx, args)
@@ -184,7 +185,7 @@ def _refused(words: str) -> typer.Exit:
 
 
 def _elsewhere(ctx: Any, option: str, args: list[str]) -> str | None:
-    """Where an option is that this command does not have; None if it is nowhere."""
+    """Return where an option of another command or setting is found, or None if nothing has it."""
     from hcsim.cli.settings import setting_names, value_word
 
     if (option, ctx.info_name) == ("--real", "rank"):
@@ -204,7 +205,7 @@ def _elsewhere(ctx: Any, option: str, args: list[str]) -> str | None:
 
 
 def _value(option: str, args: list[str]) -> str | None:
-    """What it was given, if anything."""
+    """Return the value that the option was given, if any."""
     for word, following in zip(args, [*args[1:], "-"], strict=True):
         if word.startswith(f"{option}="):
             return word.partition("=")[2]
@@ -214,10 +215,10 @@ def _value(option: str, args: list[str]) -> str | None:
 
 
 class Commands(TyperGroup):
-    """The commands; one that has another name now says it."""
+    """The commands. A renamed command's error says its new name."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Which command the words name."""
+        """Find the command that the arguments name."""
         if args[:1] == ["scenarios"] and not ctx.resilient_parsing:
             raise _refused("`hcsim scenarios` is now `hcsim list scenarios`")
         return super().resolve_command(ctx, args)

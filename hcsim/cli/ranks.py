@@ -1,5 +1,5 @@
-"""One job of ranks that are all there from the start: in a scenario's virtual cluster, or among real ranks that were
-started by hand. How real ranks meet.
+"""One job on a fixed set of ranks: in a scenario's virtual cluster, or on real ranks that were started by hand. Also
+the rendezvous of real ranks.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ if TYPE_CHECKING:
     from hcsim.real.tls import TlsFiles
 
 _GRACE_S = 1.0
-"""The wait for a link ends before the operation that needs it does, and its error says more."""
+"""The time limit of an operation is this much longer than that of a link that it needs: the link's error says
+more."""
 
 
 class Place(msgspec.Struct, frozen=True):
-    """Where a real rank stands."""
+    """The rank and the peers of a real process."""
 
     peers: tuple[str, ...]
     given_rank: int | None
@@ -40,7 +41,7 @@ class Place(msgspec.Struct, frozen=True):
 
     @property
     def rank(self) -> int:
-        """Which of the peers we are, if that was said."""
+        """The index of this process among the peers. Raises `ConfigError` if it was not given."""
         rank, ranks = self.given_rank, len(self.peers)
         if rank is None or not 0 <= rank < ranks:
             given = "it was not given" if rank is None else f"it is {rank}"
@@ -49,7 +50,7 @@ class Place(msgspec.Struct, frozen=True):
 
 
 def run_virtual(scenario: Scenario, wire: Wire, files: Files) -> bool:
-    """Run, and show how it went; whether all ranks came to a result, and to the right one."""
+    """Run the job and show the outcome. Return whether all ranks got the right result."""
     job = scenario.job
     check_job(job)
     options = Options(timeout_s=job.timeout_s, groups=_groups(scenario))
@@ -75,7 +76,7 @@ def run_virtual(scenario: Scenario, wire: Wire, files: Files) -> bool:
 
 
 def _groups(scenario: Scenario) -> tuple[tuple[int, ...], ...]:
-    """Who is close to whom, for a hierarchical all_reduce: those in one home."""
+    """Return the groups of nearby ranks for a hierarchical all_reduce: one per home."""
     if scenario.job.algorithm != "hierarchical":
         return ()
     if len(scenario.homes) < 2:
@@ -84,7 +85,7 @@ def _groups(scenario: Scenario) -> tuple[tuple[int, ...], ...]:
 
 
 def run_real(job: Job, place: Place, wire: Wire) -> bool:
-    """Run, and show how it went; whether the result was right."""
+    """Run the job on this rank and show the outcome. Return whether the result was right."""
     check_job(job)
     if job.algorithm == "hierarchical":
         raise ConfigError("hierarchical needs to know who is close to whom: use the library, with Options(groups=…)")
@@ -107,7 +108,7 @@ async def _run(job: Job, place: Place, wire: Wire, progress: screen.Progress) ->
 async def joined(
     place: Place, timeout_s: float, wire: Wire, progress: screen.Progress, device: str = "cpu"
 ) -> AsyncIterator[Group]:
-    """The group of all peers, once they are there; until then it says for whom it waits."""
+    """Yield the group once all peers are connected. Until then, show the peers that are still missing."""
     from hcsim.launch.real import real_group  # a virtual run does without it
 
     absent: list[str] = []
@@ -137,5 +138,5 @@ async def joined(
 
 
 def for_real(group: Group, who: str = "") -> str:
-    """That it was, and by what way: who expected another sees why it took as long as it did."""
+    """Return a description of the real run and its carrier, which explains an unexpected duration."""
     return f"for real, {who}over {' and '.join(group.carriers)}" if group.carriers else "for real"

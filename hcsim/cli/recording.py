@@ -1,4 +1,4 @@
-"""What a virtual run writes into files, and the lines that each ends with."""
+"""The files that a virtual run writes, and the summary lines at its end."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from hcsim.telemetry.trace import Event, Sink
 
 
 class Files(msgspec.Struct, frozen=True):
-    """What it writes, where it is asked to."""
+    """The output files that were requested."""
 
     trace: Path | None = None
     metrics: Path | None = None
 
 
 class Recording(msgspec.Struct, frozen=True):
-    """The files, open."""
+    """The output files, open."""
 
     sink: Sink | None
-    """Takes the trace's events."""
+    """Receives the events of the trace."""
     figures: _Output | None
 
     def keep(self, metrics: Mapping[str, HostMetrics]) -> None:
-        """The hosts' figures at the end, as Prometheus reads them."""
+        """Write the hosts' final metrics in Prometheus' text format."""
         if self.figures is not None:
             from hcsim.telemetry.exposition import prometheus_text
 
@@ -38,7 +38,7 @@ class Recording(msgspec.Struct, frozen=True):
 
 
 class _Output:
-    """A file that is written; what cannot be is an error that names it, from then on."""
+    """An output file. A failed write raises an error that names the file, and so does every later one."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -49,7 +49,7 @@ class _Output:
             raise self._failure(error) from None
 
     def write(self, data: bytes) -> None:
-        """Write some more."""
+        """Append data."""
         if self._failed is None:
             try:
                 self._file.write(data)
@@ -74,8 +74,8 @@ class _Output:
 
 
 class _Lost(SystemExit):
-    """The trace cannot be written. It happens in the midst of whatever is recorded, and no component of the simulated
-    machines is to take it for its own error: the loop passes on this and a person's interrupt, and nothing else."""
+    """The trace cannot be written. This is raised inside the simulation, where no component of the simulated
+    machines may take it for its own error. The event loop passes on only this and a `KeyboardInterrupt`."""
 
     def __init__(self, error: ConfigError) -> None:
         super().__init__(1)
@@ -83,24 +83,24 @@ class _Lost(SystemExit):
 
 
 class Ran(Protocol):
-    """A virtual run that is over."""
+    """A finished virtual run."""
 
     @property
     def seconds(self) -> float:
-        """Virtual time that passed."""
+        """The virtual time that passed."""
 
     @property
     def events(self) -> int:
-        """In its trace."""
+        """The number of events in its trace."""
 
     @property
     def trace_sha256(self) -> str:
-        """Over all of them."""
+        """The digest of all events."""
 
 
 @contextmanager
 def recording(files: Files) -> Iterator[Recording]:
-    """Open them: what cannot be written is found out before the run."""
+    """Open the files, so that an unwritable one is reported before the run."""
     try:
         with ExitStack() as stack:
             sink = None if files.trace is None else _lines(stack.enter_context(_Output(files.trace)))
@@ -110,7 +110,7 @@ def recording(files: Files) -> Iterator[Recording]:
 
 
 def tell_failures(names: Sequence[str], results: Sequence[object]) -> bool:
-    """Name every rank that failed; whether none did."""
+    """Report every rank that failed. Return whether none did."""
     healthy = True
     for rank, (name, result) in enumerate(zip(names, results, strict=True)):
         if isinstance(result, BaseException):
@@ -124,13 +124,13 @@ def tell_failures(names: Sequence[str], results: Sequence[object]) -> bool:
 
 
 def tell_fingerprint(run: Ran) -> None:
-    """How long it took, and what every run of the same scenario and seed has in common."""
+    """Show the run's duration and the digest that all runs of the same scenario and seed share."""
     screen.say(f"virtual time {screen.duration(run.seconds)}, {run.events:,} events")
     screen.say(f"trace sha256 {run.trace_sha256}")
 
 
 def _lines(file: _Output) -> Sink:
-    """Writes each event as a line of JSON."""
+    """Return a sink that writes each event as a line of JSON."""
     encode = msgspec.json.Encoder().encode_lines
     lost = False
 

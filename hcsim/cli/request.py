@@ -1,6 +1,6 @@
-"""From what a person typed to the one kind of run that it means; every refusal says what would be valid.
+"""From the arguments to the one kind of run that they mean. Every error says what would be valid.
 
-Each kind of run takes the options and settings that it has a use for, and refuses by name those that are left.
+Each kind of run takes the options and settings that apply to it, and rejects the remaining ones by name.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _BY_ITSELF = "with `hcsim run --real`"
 
 
 def run(options: Run) -> bool:
-    """`hcsim run`; whether all went well."""
+    """`hcsim run`. Return whether the run succeeded."""
     _load(options.plugin)
     learned = {f"training.{name}": getattr(options, name) for name in ("task", "strategy", "compressor", "steps")}
     if options.what is not None and options.what.endswith(".py"):
@@ -55,7 +55,7 @@ def run(options: Run) -> bool:
 
 
 def bench(options: Bench) -> bool:
-    """`hcsim bench`; whether all results were right."""
+    """`hcsim bench`. Return whether all results were right."""
     from hcsim.cli.ranks import run_virtual
 
     _load(options.plugin)
@@ -70,7 +70,7 @@ def bench(options: Bench) -> bool:
 
 
 def rank(options: Rank) -> bool:
-    """`hcsim rank`; whether all went well."""
+    """`hcsim rank`. Return whether the run succeeded."""
     _load(options.plugin)
     settings = Settings(options.set, {"job.operation": options.operation, "training.task": options.task})
     text, _ = _standard_input(options.job)
@@ -96,12 +96,12 @@ def rank(options: Rank) -> bool:
 
 
 def shipped_scenario(name: str | None) -> Scenario:
-    """The scenario of that name or file."""
+    """Return the scenario of that name or file."""
     return _scenario(name, None, None)
 
 
 def coordinator_policy(workers: int, begin: int | None, least: int, heartbeat: str, silence: str) -> Policy:
-    """How a coordinator treats its workers."""
+    """Return the policy by which a coordinator treats its workers."""
     from hcsim.cluster.coordinator.messages import Policy
 
     return Policy(
@@ -114,7 +114,7 @@ def coordinator_policy(workers: int, begin: int | None, least: int, heartbeat: s
 
 
 def tls(cert: Path | None, key: Path | None, ca: Path | None) -> TlsFiles | None:
-    """The TLS files, all or none."""
+    """Return the TLS files. Either all or none must be given."""
     from hcsim.real.tls import TlsFiles
 
     if cert is None and key is None and ca is None:
@@ -125,14 +125,14 @@ def tls(cert: Path | None, key: Path | None, ca: Path | None) -> TlsFiles | None
 
 
 def only(where: str, given: Mapping[str, object]) -> None:
-    """Refuse what was given of these options: they do something only there."""
+    """Reject those of these options that were given: they apply only to `where`."""
     names = [name for name, value in given.items() if value is not None]
     if names:
         raise ConfigError(f"{', '.join(names)}: only {where}")
 
 
 def _script(options: Run, settings: Settings) -> bool:
-    """A torch script on a scenario's machines: all of them, or the first."""
+    """Run a torch script on all machines of a scenario, or on the first ones."""
     from hcsim.cli.script import run_script
 
     only("with --real", {"--hosts": options.hosts, "--state": options.state})
@@ -150,7 +150,7 @@ def _script(options: Run, settings: Settings) -> bool:
 
 
 def _script_for_real(options: Run, settings: Settings) -> bool:
-    """This machine's rank of a torch script on a real cluster."""
+    """Run this machine's rank of a torch script on a real cluster."""
     from hcsim.cli.script import run_script_for_real
 
     only("in a virtual run", {"--scenario": options.scenario, "--trace": options.trace})
@@ -193,7 +193,7 @@ def _cluster_for_real(
 
 
 def _virtual(options: Run, chosen: Scenario, settings: Settings, training: Training | None) -> bool:
-    """A scenario's own machines: its job, its training, or its cluster."""
+    """Run a scenario's own machines: its job, its training, or its cluster."""
     only("with --real", {"--hosts": options.hosts, "--state": options.state})
     if training is None:
         only("with a script, or where something is learned (--task)", {"--nodes": options.nodes})
@@ -224,7 +224,7 @@ def _load(plugins: Sequence[str] | None) -> None:
 
 
 def _standard_input(name: str | None) -> tuple[str | None, bool]:
-    """What stands there, if it is asked for, and whether somebody attends to the run."""
+    """Return the job from standard input, if it is requested, and whether the run is attended."""
     if name != "-":
         return None, False
     from hcsim.cli.elastic import read_job
@@ -233,7 +233,7 @@ def _standard_input(name: str | None) -> tuple[str | None, bool]:
 
 
 def _scenario(name: str | None, text: str | None, seed: int | None) -> Scenario:
-    """The scenario of that name or file, or the one that is the text."""
+    """Return the scenario of that name or file, or the one in the text."""
     if name is None:
         screen.scenarios(stderr=True)
         raise ConfigError("give a scenario: one of these names, or a TOML file")
@@ -251,7 +251,7 @@ def _scenario(name: str | None, text: str | None, seed: int | None) -> Scenario:
 
 
 def _training(chosen: Scenario | None, settings: Settings) -> Training | None:
-    """What is to be learned: what a scenario says, with what is set; None where neither says anything."""
+    """Return the training: that of the scenario with the settings applied; None where neither defines one."""
     loaded = chosen.training if chosen else None
     if loaded is None and not settings.has("training"):
         return None
@@ -259,7 +259,7 @@ def _training(chosen: Scenario | None, settings: Settings) -> Training | None:
 
 
 def _modelled(chosen: Scenario, settings: Settings, outputs: Mapping[str, Path | None]) -> tuple[Scenario, Wire, Files]:
-    """What a virtual run takes beside its job: how TCP and messages behave, and what it writes."""
+    """Return the parts of a virtual run besides its job: its TCP model, its message settings and its output files."""
     from hcsim.cli.recording import Files
 
     chosen = replace(chosen, tcp=settings.take("tcp", chosen.tcp))
@@ -273,7 +273,7 @@ def _modelled(chosen: Scenario, settings: Settings, outputs: Mapping[str, Path |
 
 
 def _checked_real(name: str, job: Job) -> Job:
-    """A job for a real run; of a scenario, that is all that a real machine can use."""
+    """Return the job for a real run, which is all of a scenario that a real machine can use."""
     if job.payload == "phantom":
         raise ConfigError(f"{name}: its job has phantoms for a payload, which cannot cross a real network")
     if job.compute is not None:
@@ -282,7 +282,7 @@ def _checked_real(name: str, job: Job) -> Job:
 
 
 def _clustered(scenario: Scenario, cluster: Cluster) -> Scenario:
-    """A scenario whose nodes find each other; without a figure, all of them are waited for."""
+    """Return the scenario with a cluster. If the number of nodes is not given, work begins with all of them."""
     there = len(scenario.nodes)
     cluster = cluster if cluster.nodes is not None else replace(cluster, nodes=there)
     if cluster.needed > there:
@@ -297,7 +297,7 @@ def _wire(settings: Settings, wait_s: float) -> Wire:
 
 
 def _place(options: Rank, files: TlsFiles | None, here: ThisMachine) -> Place:
-    """Where a rank stands that is started by hand."""
+    """Return the rank and the peers of a process that is started by hand."""
     from hcsim.cli.ranks import Place
 
     peers = tuple(part.strip() for part in (options.peers or "").split(","))
@@ -307,7 +307,7 @@ def _place(options: Rank, files: TlsFiles | None, here: ThisMachine) -> Place:
 
 
 def _here(machine: ThisMachine, state: Path | None) -> RealNode:
-    """This machine's place in a real cluster."""
+    """Return this machine's part in a real cluster."""
     from hcsim.cli.cluster import home
     from hcsim.launch.real import RealNode
 
@@ -325,7 +325,7 @@ def _here(machine: ThisMachine, state: Path | None) -> RealNode:
 
 
 def _metrics_at(text: str | None) -> str | None:
-    """Where metrics are served: at a port of this machine alone, or where `host:port` says."""
+    """Return the address of the metrics server: a port on the loopback address, or the given `host:port`."""
     if text is None:
         return None
     try:
@@ -336,7 +336,7 @@ def _metrics_at(text: str | None) -> str | None:
 
 
 def _hosts(text: str | None) -> tuple[str, ...]:
-    """Who is started from here."""
+    """Return the machines to start from here."""
     names = tuple(part.strip() for part in text.split(",")) if text is not None else ()
     if not all(names) or len(set(names)) < len(names):
         raise ConfigError(f"--hosts {text}: give each machine once, as ssh knows it, such as mini.local,studio.local")
@@ -344,7 +344,7 @@ def _hosts(text: str | None) -> tuple[str, ...]:
 
 
 def _apart(outputs: Mapping[str, Path | None]) -> None:
-    """Refuse two that would be written over each other; a device, such as /dev/null, takes any number."""
+    """Reject two outputs with the same file. A device such as /dev/null takes any number."""
     taken: dict[Path, str] = {}
     for option, path in outputs.items():
         if path is not None and (path.is_file() or not path.exists()):
@@ -354,5 +354,5 @@ def _apart(outputs: Mapping[str, Path | None]) -> None:
 
 
 def _seed(asked: int | None, chosen: Scenario | None) -> int:
-    """The seed: a scenario has taken over what was asked for."""
+    """Return the seed. A scenario has already adopted the requested one."""
     return chosen.seed if chosen else 1 if asked is None else asked

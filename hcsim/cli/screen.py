@@ -1,7 +1,7 @@
-"""What a run looks like: a line that moves while it goes on, a table at the end, errors in a line or two.
+"""The output of a run: a progress line while it runs, a table at the end, and errors in a line or two.
 
-Results go to standard output, everything else to standard error. Without a terminal there is
-no moving line; each repeat is a line of its own instead.
+Results go to standard output, everything else to standard error. Without a terminal there is no progress
+line; each repeat gets a line of its own instead.
 """
 
 from __future__ import annotations
@@ -25,43 +25,44 @@ if TYPE_CHECKING:
     from hcsim.training.run import Point, Report
 
 _LONGEST = 10_000
-"""Of one message; a part of it may come from another machine."""
+"""The longest message that is shown. A part of it may come from another machine."""
 _LONGEST_CELL = 100
 
 
 def _text(message: str) -> Text:
-    """Without what a terminal would obey: names and reasons of other machines are part of many messages."""
+    """Return the message without terminal control sequences: many messages contain names and reasons of other
+    machines."""
     return Text(plain(message) if len(message) <= _LONGEST else plain(message[:_LONGEST]) + "…")
 
 
 def cell(content: str) -> str:
-    """One cell of a table, if it comes from another machine."""
+    """Return text from another machine as one cell of a table."""
     return one_line(content, _LONGEST_CELL)
 
 
 def complain(message: str) -> None:
-    """An error, for a person."""
+    """Show an error."""
     console = Console(stderr=True, soft_wrap=True)
     console.print(Text.assemble(("error: ", "bold red"), _text(message)))
 
 
 def note(message: str) -> None:
-    """Something worth knowing that is not a result."""
+    """Show a message that is not a result."""
     Console(stderr=True, soft_wrap=True).print(_text(message))
 
 
 def say(line: str) -> None:
-    """A line of the result."""
+    """Show a line of the result."""
     Console(soft_wrap=True).print(_text(line))
 
 
 def show(table: Table) -> None:
-    """A table of the result, its words as they are: [fd00::2] is no markup, and the :a: of an address no emoji."""
+    """Show a table of the result verbatim: [fd00::2] is not markup, and the :a: of an address is not an emoji."""
     Console(markup=False, emoji=False).print(table)
 
 
 def scenarios(*, stderr: bool = False) -> None:
-    """The shipped scenarios and what they are."""
+    """List the shipped scenarios with their descriptions."""
     from hcsim.config import parse_scenario, shipped_scenarios
 
     table = Table(box=None, pad_edge=False, show_header=False)
@@ -71,7 +72,7 @@ def scenarios(*, stderr: bool = False) -> None:
 
 
 class Progress:
-    """The moving line."""
+    """The progress line."""
 
     def __init__(self, what: str, count: int) -> None:
         self._what = what
@@ -89,22 +90,22 @@ class Progress:
             self._status.stop()
 
     def waiting(self, names: Sequence[str]) -> None:
-        """Say for whom."""
+        """Show the peers that are waited for."""
         self._show(f"waiting for {', '.join(names)}" if names else "all ranks are here")
 
     def lap(self, lap: Lap) -> None:
-        """Say that a repeat is over."""
+        """Show that a repeat has finished."""
         self._show(f"{self._what} {lap.number} of {self._count}: {duration(lap.seconds)}")
 
     def point(self, point: Point) -> None:
-        """Say how far training has come; without a terminal only where the model was looked at."""
+        """Show the progress of a training. Without a terminal, show only the steps at which the model was evaluated."""
         if self._status is not None or point.score is not None:
             looked_at = "" if point.score is None else f", held-out {point.score.loss:.4f}"
             how_far = f"{self._what} {point.step} of {self._count}"
             self._show(f"{how_far}: loss {point.loss:.4f}{looked_at}, {duration(point.time_s)}")
 
     def together(self, point: Point) -> None:
-        """The same for members that come and go: how many they are, and where the step's time went."""
+        """Show the progress of an elastic training: the number of members, and the parts of the step's time."""
         if self._status is None and point.score is None:
             return
         spent = ", ".join(f"{what} {duration(seconds)}" for what, seconds in point.spent_s.items() if what != "whole")
@@ -116,7 +117,7 @@ class Progress:
         )
 
     def news(self, line: str) -> None:
-        """Something happened that stays on the screen."""
+        """Show an event that stays on the screen."""
         self._console.print(_text(line))
 
     def _show(self, line: str) -> None:
@@ -127,7 +128,7 @@ class Progress:
 
 
 def report(title: str, job: Job, ranks: int, laps: Sequence[Lap]) -> None:
-    """The table, and under it the digest of the results."""
+    """Show the table, and below it the digest of the results."""
     say(title)
     if not laps:
         return
@@ -152,7 +153,7 @@ def report(title: str, job: Job, ranks: int, laps: Sequence[Lap]) -> None:
 
 
 def training_report(settings: Training, where: str, reports: Sequence[Report]) -> None:
-    """How the held-out loss fell, where the time went, and the digest of the model."""
+    """Show the held-out loss, the distribution of the time, and the digest of the model."""
     say(f"{settings.task} by {settings.strategy}, compressor {settings.compressor}, {where}")
     if not reports:
         return
@@ -183,13 +184,13 @@ def training_report(settings: Training, where: str, reports: Sequence[Report]) -
 
 
 def title(job: Job, ranks: int, where: str) -> str:
-    """What is done, in a line."""
+    """Return a one-line description of the job."""
     amount = "" if job.operation == "barrier" else f" of {size(job.size_bytes)} {_kind(job)}"
     return f"{job.operation}{amount}, {counted(ranks, 'rank')}, {where}"
 
 
 def counted(number: int, what: str) -> str:
-    """So many of them."""
+    """Return a number with a noun, in the plural where needed."""
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
@@ -204,9 +205,9 @@ def _verdict(lap: Lap) -> str:
 
 
 def _bus_rate(job: Job, ranks: int, seconds: float) -> str:
-    """What each link has to carry at least, per second: it can be held against the link's rate.
+    """Return the least rate that each link must carry, which can be compared with the link's capacity.
 
-    The convention of nccl-tests, so that figures can be compared."""
+    This is the bus bandwidth of nccl-tests, so that figures can be compared."""
     share = (ranks - 1) / ranks
     loads = {
         "all_reduce": 2 * share,
@@ -224,7 +225,7 @@ def _bus_rate(job: Job, ranks: int, seconds: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Four digits and the unit that suits them."""
+    """Return the duration with four digits and a suitable unit."""
     for unit, scale in (("s", 1.0), ("ms", 1e3), ("µs", 1e6)):
         if seconds * scale >= 1:
             return f"{seconds * scale:.4g} {unit}"
@@ -232,7 +233,7 @@ def duration(seconds: float) -> str:
 
 
 def size(size_bytes: int) -> str:
-    """Four digits and the unit that suits them."""
+    """Return the size with four digits and a suitable unit."""
     for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if size_bytes >= scale:
             return f"{size_bytes / scale:.4g} {unit}"

@@ -25,7 +25,7 @@ _BUSIEST = 8
 
 
 class Prefixed:
-    """Writes each rank's lines with the rank before them, whole lines only."""
+    """Writes the complete lines of each rank with the rank as a prefix."""
 
     def __init__(self, names: Sequence[str]) -> None:
         width = max(map(len, names), default=0)
@@ -33,7 +33,7 @@ class Prefixed:
         self._begun: dict[tuple[int, int], str] = {}
 
     def __call__(self, rank: int, stream: int, text: str) -> None:
-        """The script has written this."""
+        """Take text that the script has written."""
         *lines, rest = (self._begun.pop((rank, stream), "") + text).split("\n")
         if rest:
             self._begun[rank, stream] = rest
@@ -41,7 +41,7 @@ class Prefixed:
             self._write(rank, stream, line)
 
     def end(self) -> None:
-        """Nothing follows: what was begun is a line."""
+        """Write incomplete lines as they are; no more text follows."""
         for (rank, stream), line in self._begun.items():
             self._write(rank, stream, line)
         self._begun.clear()
@@ -52,7 +52,7 @@ class Prefixed:
 
 
 def run_script(script: Path, arguments: Sequence[str], scenario: Scenario, wire: Wire, files: Files) -> bool:
-    """Run it, and show how it went; whether all ranks came to a good end."""
+    """Run the script and show the outcome. Return whether all ranks succeeded."""
     say = Prefixed([node.name for node in scenario.nodes])
     with recording(files) as record:
         try:
@@ -69,9 +69,9 @@ def run_script(script: Path, arguments: Sequence[str], scenario: Scenario, wire:
 
 
 def run_script_for_real(here: RealNode, cluster: Cluster, path: Path, arguments: Sequence[str]) -> bool:
-    """Run this machine's rank of a script on a real cluster; whether it came to a good end.
+    """Run this machine's rank of a script on a real cluster. Return whether it succeeded.
 
-    What the script writes appears as it is; what we have to say goes to standard error."""
+    The script's output is passed on unchanged. Messages of hcsim go to standard error."""
     load_secret(here.home, here.cluster)  # whoever has joined no cluster need not wait
     script = Script.read(path, arguments)
     ended = asyncio.run(_run_for_real(here, cluster, script))
@@ -120,7 +120,7 @@ def _show_ranks(run: ScriptRun) -> None:
 
 
 def _show_links(run: ScriptRun) -> None:
-    """The busiest ones."""
+    """Show the busiest links."""
     loads = sorted(run.loads, key=lambda load: -load.share)
     if not loads:
         return

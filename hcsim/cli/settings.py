@@ -1,11 +1,13 @@
-"""`--set KEY=VALUE`: every setting of a run that has no option of its own, in the words of the files.
+"""`--set KEY=VALUE`: every setting of a run that has no option of its own, with the names and values of the
+files.
 
-A key is that of a table of a scenario ([training], [job], [cluster], [tcp]), or of the two that only a command has:
-how messages travel (`wire`) and this machine (`machine`). `training.timeout` says the table; a bare `timeout` is that
-of the table which the run uses, and `heartbeat.interval` a key of the table within. What an option sets goes the same
-way, so that it is read, checked and explained as a file is.
+A key belongs to a table of a scenario ([training], [job], [cluster], [tcp]) or to one of the two tables
+that only a command has: how messages travel (`wire`) and this machine (`machine`). `training.timeout` names
+the table. A bare `timeout` belongs to the table that the run uses, and `heartbeat.interval` is a key of a
+nested table. Options are processed the same way, so they are read, checked and explained as the keys of a
+file are.
 
-Whoever carries out a run takes the tables that it uses (`Settings.take`), and refuses what is then left
+A run takes the tables that it uses (`Settings.take`), and rejects the remaining settings
 (`Settings.finish`).
 """
 
@@ -36,7 +38,7 @@ class WireSettings(Table, frozen=True):
     stripes: Count = Wire().stripes
     """Connections per peer; more can help on fast links with long round trips."""
     segment_bytes: PositiveBytes = PositiveBytes(Wire().segment_bytes)
-    """Piece that a message is cut into: smaller overlaps better, larger costs less."""
+    """Size of the pieces that a message is cut into: smaller pieces overlap better, larger ones cost less."""
 
     def __post_init__(self) -> None:
         if self.segment_bytes > MAX_FRAME_BYTES:
@@ -47,17 +49,17 @@ class ThisMachine(Table, frozen=True):
     """This machine in a real run."""
 
     cluster: str = "home"
-    """Which cluster, of those that this machine has joined."""
+    """The cluster to use, of those that this machine has joined."""
     name: str | None = None
-    """What the others call this machine; left out, its host name."""
+    """The name of this machine for the other members; left out, its host name."""
     at: tuple[str, ...] = ()
-    """Addresses that the others reach this machine at."""
+    """Addresses at which the other members reach this machine."""
     device: str = "auto"
-    """What it computes with: cpu, mps, cuda, or auto."""
+    """The device that computes: cpu, mps, cuda, or auto."""
     remote_hcsim: str = "hcsim"
-    """What hcsim is called on the machines of --hosts."""
+    """The name of the hcsim program on the machines of --hosts."""
     metrics: str | None = None
-    """A port, or host:port, to serve metrics at; in a virtual run, a file for the hosts' final ones."""
+    """A port, or host:port, to serve metrics at; in a virtual run, a file for the hosts' final metrics."""
 
 
 TABLES: dict[str, type[Table]] = {
@@ -68,7 +70,7 @@ TABLES: dict[str, type[Table]] = {
     "wire": WireSettings,
     "machine": ThisMachine,
 }
-"""What `--set` knows."""
+"""The tables whose keys `--set` accepts."""
 
 _ONLY = {
     "training": "where something is learned (--task)",
@@ -83,26 +85,26 @@ TableT = TypeVar("TableT", bound=Table)
 
 
 class _Given(msgspec.Struct, frozen=True):
-    """One value that was given."""
+    """One setting from the command line."""
 
     word: str
-    """As it was typed: the option, or `--set` and its key."""
+    """The setting as it was typed: the option, or `--set` and its key."""
     table: str
-    """Empty for a bare key."""
+    """The table that was named; empty for a bare key."""
     keys: tuple[str, ...]
     value: object
     is_text: bool
-    """Whether it is to be read as a value of a file is."""
+    """Whether the value is parsed as a value of a file is."""
 
     @property
     def tables(self) -> list[str]:
-        """Where it may belong."""
+        """The tables that have this key."""
         named = [self.table] if self.table else TABLES
         return [name for name in named if self.keys[0] in _keys(TABLES[name])]
 
 
 class Settings:
-    """What `--set` and some options of a command set, until the run's tables have taken it."""
+    """The settings from `--set` and from some options, until the run's tables take them."""
 
     def __init__(self, words: Sequence[str] | None, options: Mapping[str, object] | None = None) -> None:
         self._left = [_option(name, value) for name, value in (options or {}).items() if value is not None]
@@ -110,11 +112,12 @@ class Settings:
         self._taken: dict[str, Collection[str]] = {}
 
     def has(self, table: str) -> bool:
-        """Whether something is given that only this table has: a run that could do without it is to use it."""
+        """Return whether a setting was given that only this table has. A run for which the table is optional then uses
+        it."""
         return any(given.tables == [table] for given in self._left)
 
     def take(self, table: str, base: TableT, only: Collection[str] = ()) -> TableT:
-        """The table with what was given for it (or for these of its keys), read as if it stood in a file."""
+        """Return the table with the settings given for it (or for the keys in `only`), parsed as in a file."""
         keys = self._taken[table] = only or _keys(type(base))
         ours = [given for given in self._left if table in given.tables and given.keys[0] in keys]
         if not ours:
@@ -136,7 +139,7 @@ class Settings:
             raise ConfigError(_explained(explain(error, raw, type(base)), ours)) from None
 
     def finish(self, only: Mapping[str, str] | None = None) -> None:
-        """Refuse what no table of this run has taken; `only` says where a table or a key would have a meaning."""
+        """Reject settings that no table of this run has taken; `only` says where a table or a key applies."""
         where = {**_ONLY, **(only or {})}
         for given in sorted(self._left, key=lambda given: bool(given.tables)):  # what is known nowhere comes first
             if not given.tables:
@@ -159,17 +162,18 @@ class Settings:
 
 
 def setting_names() -> Iterator[str]:
-    """Every key that can be set, once."""
+    """Yield every key that can be set, once."""
     yield from dict.fromkeys(key for kind in TABLES.values() for key in _keys(kind))
 
 
 def value_word(key: str, text: str | None) -> str:
-    """What a person types to set this."""
+    """Return the words that set this key on the command line."""
     return f"--set {key}=…" if text is None else f"--set {shlex.quote(f'{key}={text}')}"
 
 
 def meanings(kind: type[Table]) -> dict[str, str]:
-    """By key, the first sentence of what stands under it in the source, which is not there in every install."""
+    """Return the first sentence of each field's docstring, by key. It is read from the source, which some installs
+    lack."""
     try:
         [tree] = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
     except (OSError, SyntaxError, ValueError):
@@ -185,7 +189,7 @@ def meanings(kind: type[Table]) -> dict[str, str]:
 
 
 def seconds(option: str, text: str) -> float:
-    """A time that must pass, as an option has it."""
+    """Parse an option whose value is a duration above zero."""
     try:
         return float(msgspec.convert(text, PositiveSeconds, dec_hook=decode_quantity))
     except msgspec.ValidationError as error:
@@ -197,7 +201,7 @@ def _keys(kind: type[Table]) -> tuple[str, ...]:
 
 
 def _option(name: str, value: object) -> _Given:
-    """An option of a command: "training.task" is its --task."""
+    """Return an option of a command as a setting: "training.task" is its --task."""
     table, _, key = name.partition(".")
     return _Given(f"--{key}", table, (key,), value, is_text=False)
 
@@ -222,9 +226,9 @@ def _put(raw: dict[str, Any], keys: Sequence[str], value: object) -> None:
 
 
 def _as_written(text: str, kind: Any) -> object:
-    """The value as a file would have it: text where that is expected, and otherwise what it means in TOML.
+    """Parse the value as a file has it: as a string where one is expected, and otherwise as TOML.
 
-    A list may go without its brackets and quotes: a,b."""
+    A list may be written without brackets and quotes: a,b."""
     try:
         value = text if "\n" in text else msgspec.toml.decode(f"x = {text}")["x"]
     except (msgspec.DecodeError, ValueError, RecursionError):
@@ -259,11 +263,11 @@ _IN_TOML: tuple[tuple[type, tuple[type, ...]], ...] = (
     (kinds.VarTupleType, (list,)),
     (kinds.StructType, (dict,)),
 )
-"""What a file may have for a type, as TOML calls it."""
+"""The TOML types that a file may have for each type of a field."""
 
 
 def _accepted(kind: Any) -> tuple[type, ...]:
-    """What a file may have there."""
+    """Return the TOML types that a file may have for a field."""
     found: list[type] = []
     for one in _each(kind):
         if isinstance(one, kinds.CustomType):  # from units.py
@@ -273,7 +277,7 @@ def _accepted(kind: Any) -> tuple[type, ...]:
 
 
 def _explained(problem: str, ours: Sequence[_Given]) -> str:
-    """The problem, with the word that brought it."""
+    """Return the error with the option or setting that caused it."""
     words = {given.keys[0]: given.word for given in ours}
     key = re.match(r"\w*", problem)
     word = words.get(key[0]) if key is not None else None

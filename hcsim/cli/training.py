@@ -29,12 +29,12 @@ class Onlooker:
         self._save = save
 
     def point(self, rank: int, point: Point) -> None:
-        """A rank has come this far."""
+        """Show a rank's progress."""
         if rank == 0:
             self._progress.point(point)
 
     def finished(self, run: Run) -> None:
-        """A rank has come to the end."""
+        """Save the model of a rank that has finished."""
         parameters = run.learner.replica.parameters
         if self._save is not None and run.group.rank == 0 and not isinstance(parameters, Phantom):
             settings = run.settings
@@ -44,7 +44,7 @@ class Onlooker:
 
 
 def train_virtual(scenario: Scenario, settings: Training, wire: Wire, files: Files, save: Path | None) -> bool:
-    """Train a simulated cluster, and show how it went; whether all ranks came to the end."""
+    """Train a simulated cluster and show the outcome. Return whether all ranks finished."""
     check(settings, len(scenario.nodes), len(scenario.homes), save)
     with screen.Progress("step", settings.steps) as progress, recording(files) as record:
         onlooker = Onlooker(progress, save)
@@ -54,7 +54,7 @@ def train_virtual(scenario: Scenario, settings: Training, wire: Wire, files: Fil
 
 
 def tell_outcome(scenario: Scenario, settings: Training, each: str, outcome: Outcome[Report]) -> bool:
-    """Show how a virtual training went; whether none of its ranks or nodes failed."""
+    """Show the outcome of a virtual training. Return whether none of its ranks or nodes failed."""
     names = [node.name for node in scenario.nodes]
     reports = [result for result in outcome.results if isinstance(result, Report)]
     screen.training_report(settings, f"{screen.counted(len(names), each)}, {scenario.name}", reports)
@@ -64,7 +64,7 @@ def tell_outcome(scenario: Scenario, settings: Training, each: str, outcome: Out
 
 
 def train_real(settings: Training, seed: int, place: Place, wire: Wire, device: str, save: Path | None) -> bool:
-    """Train as one rank of a real group, and show how it went."""
+    """Train as one rank of a real group, and show the outcome."""
     from hcsim.real.hardware import check_torch_device
 
     rank, ranks = place.rank, len(place.peers)
@@ -104,7 +104,7 @@ def evaluate_model(path: Path) -> None:
 
 
 def check(settings: Training, ranks: int, homes: int, save: Path | None) -> None:
-    """Refuse, before anything is started, what cannot be trained or saved."""
+    """Reject, before anything is started, what cannot be trained or saved."""
     check_training(settings, ranks, homes)
     if save is not None:
         _check_saving(settings, save)

@@ -1,1 +1,1 @@
-"""Who is there, who leads, who is well."""
+"""Cluster membership: discovery, failure detection, agreement on views, and diagnosis of stragglers."""

@@ -1,24 +1,24 @@
-"""How the members of a view agree on the next one: Paxos, once for each view (Lamport, "Paxos Made Simple", 2001).
+"""Agreement on the next view: one instance of Paxos per view (Lamport, "Paxos Made Simple", 2001).
 
-The members of the present view are the acceptors, the next view is the value, and a quorum of them decides. So each
-view has one successor, whoever proposes it and whoever fails meanwhile; a side without a quorum has none.
+The members of the present view are the acceptors, the next view is the value, and a quorum decides. So each
+view has one successor, whatever proposes it and whatever fails meanwhile. A side without a quorum has none.
 
     proposer                            acceptor
-    prepare(ballot, present view)  →    promises the ballot, and says what it has accepted before
+    prepare(ballot, present view)  →    promises the ballot, and returns the view it accepted before, if any
     accept(ballot, next view)      →    accepts, unless it has promised a later ballot
     decided(next view)             →    adopts it
 
-What a proposer must propose where somebody has accepted a view already is that view; otherwise it is free.
-An acceptor's word outlives a crash: `record` is saved before it is given. One that cannot save it (a full disk) gives
-none: it abstains, and the others decide without its vote. A view that was decided needs no word, so it is adopted also
-where it cannot be saved; after a crash its members tell it again. So the promise of one successor stands on disks that
-are not set back to an earlier day; a backup that is put in the place of a newer record may break it.
+A proposer must propose a view that an acceptor has accepted already; otherwise it is free to choose. An
+acceptor saves its `record` before it answers, so its answer survives a crash. An acceptor that cannot save (a
+full disk) abstains, and the others decide without its vote. A decided view is adopted even if it cannot be
+saved; after a crash other members send it again. The guarantee of one successor requires that no disk is
+restored from an older backup.
 
-Members may crash, be slow and lose messages. They are not expected to lie about views: one that has the cluster's trust
-and tells of a view that nobody decided can part the others or keep them from a next view. Expel such a machine
-(`hcsim cluster expel`). What members send of a computation is checked all the same: see `diagnosis`.
+Members may crash, be slow and lose messages. They are trusted not to lie about views: a trusted member that
+sends a view that was never decided can split the cluster or block the next view. Expel such a machine (`hcsim
+cluster expel`). Messages of a computation are checked separately: see `diagnosis`.
 
-Pure: messages in, messages out.
+This module does no I/O: messages in, messages out.
 """
 
 from __future__ import annotations
@@ -32,32 +32,32 @@ from hcsim.cluster.view import Member, Quorum, View, enough
 from hcsim.errors import HcsimError
 
 Ballot: TypeAlias = tuple[int, str]
-"""A number, and the node that uses it: no two are the same."""
+"""A number and the node that uses it; unique."""
 
 NEVER: Ballot = (0, "")
 _PAST = 8
 
 
 class Prepare(msgspec.Struct, frozen=True, tag="prepare"):
-    """Will you hear my proposal?"""
+    """Phase 1 request: promise this ballot."""
 
     ballot: Ballot
     after: View
-    """The view whose successor is sought; whoever is behind learns of it here."""
+    """The view whose successor is sought; a member that is behind learns of it here."""
 
 
 class Promise(msgspec.Struct, frozen=True, tag="promise"):
-    """Yes, and no earlier one."""
+    """A promise to reject earlier ballots."""
 
     ballot: Ballot
     us: Member
     reaches: tuple[str, ...] = ()
-    """The nodes that we have a living connection to."""
+    """The nodes to which the sender has a live connection."""
     accepted: tuple[Ballot, View] | None = None
 
 
 class Abstained(msgspec.Struct, frozen=True, tag="abstained"):
-    """We take part in the view, and our word would not outlive a crash: decide without it."""
+    """The sender is a member of the view but cannot save its vote; decide without it."""
 
     ballot: Ballot
     us: Member
@@ -65,7 +65,7 @@ class Abstained(msgspec.Struct, frozen=True, tag="abstained"):
 
 
 class Accept(msgspec.Struct, frozen=True, tag="accept"):
-    """Accept this view as the successor."""
+    """Phase 2 request: accept this view as the successor."""
 
     ballot: Ballot
     lineage: str
@@ -74,58 +74,59 @@ class Accept(msgspec.Struct, frozen=True, tag="accept"):
 
 
 class Accepted(msgspec.Struct, frozen=True, tag="accepted"):
-    """Done."""
+    """The sender accepted the view."""
 
     ballot: Ballot
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
-    """No: we have promised a later ballot."""
+    """The sender has promised a later ballot."""
 
     ballot: Ballot
     promised: Ballot
 
 
 class Declined(msgspec.Struct, frozen=True, tag="declined"):
-    """We are not of that view, have never been, and shall not be: decide without us."""
+    """The sender never was a member of that view and will not be; decide without it."""
 
     lineage: str
     epoch: int
 
 
 class Absence(msgspec.Struct, frozen=True):
-    """Members that can say nothing for the present view."""
+    """Members that cannot vote on the successor of the present view."""
 
     strangers: tuple[str, ...] = ()
-    """They never took part in it: it is as if they were no members."""
+    """Members that never took part in the view; the quorum is computed without them."""
     gone: tuple[str, ...] = ()
-    """All of them. Those that took part and forgot may have given their word before: they still count, as silent ones.
-    Only when nobody else is missing is it certain enough that nothing was decided without us."""
+    """All absent members, strangers included. Those that took part and lost their record may have voted before,
+    so they still count, as silent members. Only if no other member is missing can it be assumed that nothing
+    was decided without this node."""
 
 
 class Record(msgspec.Struct, frozen=True):
-    """What an acceptor must not forget."""
+    """The persistent state of an acceptor."""
 
     view: View
     promised: Ballot = NEVER
     accepted: tuple[Ballot, View] | None = None
     past: tuple[View, ...] = ()
-    """The last view that we know of each lineage that we have left, the newest first: others may still ask for it."""
+    """The last known view of each lineage that this node has left, newest first: other nodes may still ask for
+    it."""
 
 
 class Acceptor:
-    """A member's word on the successor of its view."""
+    """An acceptor of the successor of the present view."""
 
     def __init__(self, record: Record, save: Callable[[Record], None]) -> None:
         self.record = record
         self.votes = {"promised": 0, "accepted": 0, "refused": 0}
-        """How often we answered a proposer, our own proposals included."""
+        """Counts of answers to proposers, including this node's own proposals."""
         self._save = save
         self._unsaved = False
-        """Whether the disk has an older record than we."""
+        """Whether the record on disk is older than the one in memory."""
 
     def adopt(self, view: View) -> None:
-        """Go on to a view that was decided."""
         record = self.record
         left = (record.view,) if record.view.lineage and record.view.lineage != view.lineage else ()
         past = (*left, *(each for each in record.past if each.lineage != view.lineage))
@@ -134,7 +135,7 @@ class Acceptor:
         self.record = adopted
 
     def prepare(self, asked: Prepare, us: Member, reaches: tuple[str, ...]) -> Promise | Refused | Abstained:
-        """Answer a proposer; it speaks of our present view."""
+        """Answer a proposer whose proposal is for the present view."""
         record = self.record
         if asked.ballot < record.promised:
             self.votes["refused"] += 1
@@ -145,7 +146,7 @@ class Acceptor:
         return Promise(asked.ballot, us, reaches, record.accepted)
 
     def accept(self, asked: Accept) -> Accepted | Refused | None:
-        """Accept a view, unless we have promised not to. None: we cannot save that we did, and say nothing."""
+        """Accept a view, unless a later ballot was promised. Return None if the vote cannot be saved."""
         record = self.record
         if asked.ballot < record.promised:
             self.votes["refused"] += 1
@@ -157,12 +158,12 @@ class Acceptor:
         return Accepted(asked.ballot)
 
     def write(self) -> None:
-        """Save what we remember, whether the disk has it already or not; an error where it cannot be."""
+        """Save the record even if it is already on disk; raise an error if that fails."""
         self._save(self.record)
         self._unsaved = False
 
     def _remember(self, record: Record) -> bool:
-        """Whether the record is on the disk, and counts from now on."""
+        """Save the record and make it current. Return False if it cannot be saved."""
         if record != self.record or self._unsaved:
             try:
                 self._save(record)
@@ -174,29 +175,28 @@ class Acceptor:
 
 
 class Proposal:
-    """One ballot, from the proposer's side."""
+    """One ballot, as seen by its proposer."""
 
     def __init__(self, ballot: Ballot, present: View, rule: Quorum, reason: str) -> None:
         self.ballot = ballot
         self.present = present
         self.reason = reason
         self.chosen: View | None = None
-        """What we propose, once we know what we may."""
+        """The view to propose, once it is determined."""
         self.promises: dict[str, Promise] = {}
         self.abstained: dict[str, Abstained] = {}
-        """Members that are there and have no vote."""
+        """Members that answered without a vote."""
         self._accepted: list[str] = []
         self._rule = rule
 
     def heard(self, absence: Absence) -> bool:
-        """Whether enough members will hear us."""
         return self._enough([*self.promises], absence, self._rule)
 
     def bound(self, absence: Absence) -> View | None:
-        """The view that must be proposed, since it may have been decided already; None: we are free.
+        """Return the view that must be proposed because it may have been decided already; None if any may be.
 
-        Where any side may go on, a few are not bound by what others may decide: theirs will be another line. Nor are
-        the others by theirs."""
+        Under the rule "any", a minority is not bound by what the others may decide, because it starts another
+        lineage; nor are the others bound by the minority."""
         if self._rule == "any" and not self._enough([*self.promises], absence, "tiebreak"):
             return None
         before = [promise.accepted for promise in self.promises.values() if promise.accepted is not None]
@@ -204,7 +204,7 @@ class Proposal:
         return max(ours, key=lambda each: each[0])[1] if ours else None
 
     def accepted(self, node: str, absence: Absence) -> bool:
-        """A member accepted; whether the view is decided."""
+        """Record that a member accepted; return whether the view is decided."""
         if node not in self._accepted:
             self._accepted.append(node)
         assert self.chosen is not None

@@ -1,4 +1,6 @@
-"""What a computation asks of its cluster: with whom it goes on, and whether it still may."""
+"""The interface between a computation and its cluster: the members to work with, and whether a view is still
+valid.
+"""
 
 from __future__ import annotations
 
@@ -14,88 +16,89 @@ from hcsim.cluster.view import Member, View
 from hcsim.runtime.host import Host
 
 Checker: TypeAlias = Callable[[Sequence[tuple[str, float]]], Awaitable[tuple[str, list[str]]]]
-"""Given addresses of members' collectives, each with the seconds that the answer to a check may take: what is wrong
-with this machine, and with each of them (empty: nothing)."""
+"""Check this machine and others. The arguments are addresses of members' collectives, each with the seconds
+that the answer may take. Return what is wrong with this machine and with each of them (empty: nothing)."""
 
 LAST_CALL_S = 10.0
 """How long members that have finished wait for machines that prepare to join them."""
 LAST_CALL_PAUSE_S = 0.5
-"""How long they wait before they ask each other again whether there are any."""
+"""The interval at which they ask each other again whether there are such machines."""
 
 
 class Introduction(msgspec.Struct, frozen=True):
-    """Who this node is, and where."""
+    """The identity and the addresses of a node."""
 
     node: str
     boot: int
-    """Tells its lives apart: another number whenever it is started."""
+    """A number that differs at every start of the node."""
     name: str
     control: str
-    """Where it takes calls about membership."""
+    """The address of its control connections."""
     address: str
-    """Where its collectives listen."""
     namespace: str = ""
     home: str = ""
 
 
 class Conductor(Protocol):
-    """Says which view counts. One computation at a time follows it."""
+    """Determines which view is valid. One computation at a time uses it."""
 
     @property
-    def us(self) -> Member:
-        """This node, in this life."""
+    def us(self) -> Member: ...
 
     @property
     def identified(self) -> bool:
-        """Whether members prove on every channel which node they are."""
+        """Return whether members prove their node id on every channel."""
 
     @property
     def ways(self) -> Ways | None:
-        """What is known of the ways to other members; None: nothing is, and nothing is to be measured."""
+        """Return the known routes to other members; None if routes are neither known nor to be measured."""
 
     async def view(self, after: int, outcome: str = "") -> View | None:
-        """The newest view, once it is later than epoch `after`, has us in it and is large enough to work in.
+        """Return the newest view once it is later than epoch `after`, contains this node and is large enough.
 
-        If our work is done, `outcome` says what came of it. None: all others of our view have gone, and one of them
-        had finished with that outcome. Raises an error once those who worked have finished without us."""
+        If this node has finished its work, `outcome` is the result. Return None if all other members of the view
+        have left and one of them had finished with that outcome. Raise an error once the working members have
+        finished without this node."""
 
     def over(self, epoch: int) -> asyncio.Future[str]:
-        """Done, with the reason, once the view of that epoch cannot work any more: a member was lost, or is stuck.
+        """Return a future that gives the reason once the view of that epoch has failed: a member was lost or is
+        stuck.
 
-        A view that only gains members, or that somebody leaves in an orderly way, is not over at once:
-        `superseded` says that it ends after the step that is under way."""
+        A view that only gains members, or that a member leaves in an orderly way, does not fail at once:
+        `superseded` says that it ends after the current step."""
 
-    def superseded(self, epoch: int) -> bool:
-        """Whether a later view is known."""
+    def superseded(self, epoch: int) -> bool: ...
 
     def preparing(self, epoch: int) -> bool:
-        """All steps are done: whether a machine in sight is still preparing to join that epoch's view, or this node,
-        alone in it, another one."""
+        """With all steps done, return whether a visible machine is still preparing to join that epoch's view, or
+        whether this node, alone in it, is preparing to join another."""
 
     def will_be_let_in(self, epoch: int) -> bool:
-        """All steps are done: whether this node is alone in that epoch's view, and a cluster that goes before it will
-        let it in. What was learned here is given up then."""
+        """With all steps done, return whether this node is alone in that epoch's view and a cluster with precedence
+        will admit it. The results of this node are discarded then."""
 
     def surveyed(self, epoch: int) -> None:
-        """We have measured the links of that view: from now on others that wait for us have a reason to blame us."""
+        """Report that the links of that view are measured: from now on members that wait for this node may blame it."""
 
     def broken(self, epoch: int, failure: Failure) -> None:
-        """Our work in that view failed: a new view is needed, perhaps without those that are the reason."""
+        """Report that the work in that view failed: a new view is needed, perhaps without the members that caused
+        it."""
 
     def check_with(self, check: Checker | None) -> None:
-        """From now on, see by this whether this machine can work with others; None: that cannot be seen any more."""
+        """Use this function to check whether this machine can work with others; None: checks are no longer possible."""
 
     def finish(self, outcome: str) -> None:
-        """All members of our view have done their work, and this came of it: whoever has missed the end is told."""
+        """Report that all members of the view have finished with this outcome; members that missed the end are told."""
 
     async def leave(self) -> None:
-        """Be in no further view; returns when the others know, or after a deadline."""
+        """Leave for good; return when the others know, or after a deadline."""
 
 
 async def next_view(
     host: Host, conductor: Conductor, after: int, leaving: asyncio.Event | None, outcome: str = ""
 ) -> View | None:
-    """The next view; None once this member wants to leave, while there is none, or need not wait (see `view`)."""
+    """Return the next view; None once this member wants to leave while there is no view, or if it need not wait
+    (see `Conductor.view`)."""
     if leaving is None:
         return await conductor.view(after, outcome)
     looking: asyncio.Task[View | None] = host.spawn(conductor.view(after, outcome), name="next view")

@@ -1,36 +1,39 @@
-"""Which member keeps a view from working, when all of them answer heartbeats.
+"""Diagnosis of the members that keep a view from working while they answer heartbeats.
 
-Heartbeats show that a process runs, not that its work does. A member whose cable carries 30 kb/s, whose gradient port
-is closed, whose device does not finish, or that sends what no correct member sends, is alive, and every view with it
-fails. Membership is about progress, so such a member is found, and left out of the next view. Each member tells the
-others what it knows of a failed view (`Findings`). The evidence, strongest first:
+Heartbeats show that a process runs, not that its work makes progress. A member whose link carries 30 kb/s,
+whose collectives' port is closed, whose device does not finish, or that violates the protocol, is alive, and
+every view with it fails. Such a member is found and excluded from the next view. The members exchange what they
+know of a failed view (`Findings`). The evidence, strongest first:
 
-1.  Violations. A peer broke the protocol: the receiver accuses it. Or a peer and another member, the witness, have
-    told unlike things: then the receiver cannot say which of them is wrong. Members that received unlike votes of one
-    member act on them, do unlike operations, and accuse each other: that member is accused instead (`VotesSeen`).
-2.  Checks. After a timeout, and after two views in a row without a step, each member checks its own device and the
-    collectives' port of every other member (`hcsim.transport.reception`), and accuses those that fail. A member that
-    does not finish its checks in time accuses itself by that. While a step takes much longer than usual, members check
-    the others without an end of the view (`hcsim.training.elastic.recovery`).
-    Where steps were done, but much slower than usual, the time of a check is compared with what was measured on the way
-    to that member before, and the members compare their own work for a step.
-3.  Waiting, where a deadline passed. Each member tells whom it waited for. Such chains end at a member that waits for
-    nobody: it has not come to the operation at all. One that came to the view later than others had less time for that,
-    and is not blamed: it may have been at the last step of the view before. Nor is one that still measured links, which
-    takes long where another one is slow to answer, and ends in time. Nor is one that has ended its last operation well
-    after the other began to wait: who was cut off in it may be well again by now, and then nobody is left out.
-4.  Elimination. If nothing of this tells, members are left out in turn until a view works.
+1.  Violations. A peer broke the protocol: the receiver accuses it. If a peer and another member, the witness,
+have sent contradictory data, the receiver cannot tell which of them is wrong. If a member sent different votes
+to different members, these run different operations and accuse each other: the sender of the votes is accused
+instead (`VotesSeen`).
+2.  Checks. After a timeout, and after two views in a row without a step, each member checks its own device and
+the collectives' port of every other member (`hcsim.transport.reception`), and accuses those that fail. A member
+that does not finish its checks in time counts as accusing itself. While a step takes much longer than usual,
+members check each other without ending the view (`hcsim.training.elastic.recovery`).
+    If steps were done, but much slower than usual, the time of a check is compared with what was measured on the route
+to that member before, and the members compare their own work per step.
+3.  Waiting, if a deadline passed. Each member reports the member it waited for. Such chains end at a member
+that waits for none: it has not reached the operation. Three kinds of members are not blamed: one that came to
+the view later than others, since it may have been at the last step of the view before; one that was still
+measuring links, which takes long if another is slow to answer, and ends in time; and one whose last operation
+ended well after the other began to wait, since its connection may have recovered. In the last case no member is
+excluded.
+4.  Elimination. If none of this identifies a member, members are excluded in turn until a view works.
 
-An accusation is an edge between two members, or three with a witness, and each may be the sick one: a machine with a
-broken network card accuses everybody. So the members that are left out are a smallest set that has an end of every
-edge, and among equal sets one of the accused rather than of the accusers, and of juniors rather than of seniors. Edges
-are kept until a view makes progress: a member that fails with one peer after the other is found although each time only
-a pair knows. One that was left out, and found since that it can work with all others, begins anew: what it knew of them
-was perhaps its own trouble, which is over, and it would go with whoever is sick when it is let in.
+An accusation is an edge between two members, or three with a witness, and either end may be at fault: a machine
+with a broken network card accuses all others. So the excluded members are a smallest vertex cover of the edges;
+among equal covers, one of accused rather than of accusers, and of juniors rather than of seniors. Edges are
+kept until a view makes progress, so a member that fails with one peer after another is found although each time
+only one pair knows. A member that was excluded and since passed the checks with all others starts with no
+edges: its former evidence was perhaps its own fault, and would exclude it along with the faulty members once it
+is readmitted.
 
-A member that was left out is in quarantine, longer each time, and is then let in again if it qualifies: see `Roster`.
+An excluded member is in quarantine, longer each time, and is then readmitted if it qualifies: see `Roster`.
 
-Pure: what was found comes in, who is left out goes out.
+This module does no I/O: findings in, excluded members out.
 """
 
 from __future__ import annotations
@@ -44,32 +47,33 @@ from typing import TypeAlias
 import msgspec
 
 FINDINGS_S = 1.0
-"""How long a member may take to tell what it found without checks: that of one may show that there have to be some."""
+"""How long a member may take to report findings without checks: a report may show that checks are needed."""
 CHECKS_S = 6.0
-"""How long a member may take to tell what its checks found."""
+"""How long a member may take to report the results of its checks."""
 FRUITLESS = 2
-"""Views in a row without a step, after which members are checked whatever the reason was."""
+"""Consecutive views without a step after which members are checked, whatever the reason of the failure."""
 ELIMINATE = 3
-"""The same, after which members are left out in turn."""
+"""Consecutive views without a step after which members are excluded in turn."""
 SLOWER = 4.0
-"""A member is too slow for the others if its work for a step, or a check, takes so many times as long as expected."""
+"""The factor over the expected time of a step's work, or of a check, from which on a member is a straggler."""
 _CAME_LATE_S = 1.0
-"""A member came late to a view, or to an operation, if others had been in it for so much longer when it failed."""
+"""A member came late to a view, or to an operation, if others had been in it this much longer when it
+failed."""
 _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 5.0
 _FEW = 12
-"""Members among which all sets are compared; in a larger view the most accused are taken, one by one."""
+"""The number of members up to which all subsets are compared; in a larger view the most accused are taken,
+one by one."""
 _Edge: TypeAlias = tuple[str, ...]
-"""Members of which one is sick: who tells it, the witness if there is one, and last the accused."""
+"""Members of which one is at fault: the accuser, the witness if there is one, and last the accused."""
 
 
 class VotesSeen(msgspec.Struct, frozen=True):
-    """The votes that a member received in the last round of votes of a view, each directly from its voter."""
+    """The votes that a member received in the last voting round of a view, each directly from its voter."""
 
     round: int
-    """How many rounds there had been in this view."""
     digests: Mapping[str, int]
-    """Of each voter's vote, by node."""
+    """The digest of each voter's vote, by node."""
 
 
 class Failure(msgspec.Struct, frozen=True):
@@ -77,66 +81,61 @@ class Failure(msgspec.Struct, frozen=True):
 
     reason: str
     violator: str = ""
-    """The node that broke the protocol, if one did."""
     late: bool = False
-    """A deadline passed."""
     waited_for: str = ""
-    """The node that was waited for, if one was."""
     progressed: bool = False
-    """Whether a step was done since a view failed before."""
+    """Whether a step was done since the last failure of a view."""
     stalled_s: float = 0.0
     """How long no step had been done, or steps had been slow."""
     slow: bool = False
-    """Steps were done, but they took much longer than usual."""
+    """Whether steps were done, but took much longer than usual."""
     work_s: float = 0.0
-    """What this node itself computed and encoded for a step."""
+    """The time that this node itself computed and encoded for a step."""
     accusations: tuple[Accusation, ...] = ()
-    """What checks found before it ended."""
+    """The results of checks before the failure."""
     votes_seen: VotesSeen | None = None
     standing_s: float = 0.0
-    """How long the operation that waited had been under way; or, if none waited, how long ago the last one ended."""
+    """How long the waiting operation had been in progress; if none waited, how long ago the last one ended."""
 
 
 class Accusation(msgspec.Struct, frozen=True):
-    """A member cannot be worked with, as the accuser found."""
+    """A finding that the accuser cannot work with a member."""
 
     node: str
     reason: str
     witness: str = ""
-    """Who told the accuser, if it did not see it itself: then that one may be the sick one, too."""
+    """The member that told the accuser, if the accuser did not see it itself: then the witness may be at fault,
+    too."""
 
 
 class Findings(msgspec.Struct, frozen=True, tag="findings"):
-    """What a member tells the others about a view in which its work failed."""
+    """A member's report to the others about a view in which its work failed."""
 
     lineage: str
     epoch: int
     fruitless: int = 0
-    """Views in a row without a step, this one included."""
+    """Consecutive views without a step, including this one."""
     checking: bool = False
     """Whether members have to be checked before the next view."""
     checked: bool = False
-    """Whether the accusations contain what its own checks found."""
+    """Whether the accusations include the results of its own checks."""
     ended: bool = False
-    """Whether its own work in the view has ended; otherwise it was only told that others' has."""
+    """Whether its own work in the view has ended; otherwise it was only told that the others' has."""
     waited_for: str = ""
     slow: bool = False
-    """Whether the view failed because its steps were slow."""
     work_s: float = 0.0
-    """What it computed and encoded itself for a step."""
+    """The time that it computed and encoded itself for a step."""
     accusations: tuple[Accusation, ...] = ()
     lasted_s: float = 0.0
-    """How long it had been in the view when it heard that the view had failed; 0: it had not begun, or still measured
-    links."""
+    """How long it had been in the view when it learned of the failure; 0: it had not begun, or was still
+    measuring links."""
     late: bool = False
-    """Whether a deadline passed here."""
     votes_seen: VotesSeen | None = None
     standing_s: float = 0.0
-    """As of its `Failure`."""
 
 
 class Diagnosis:
-    """What is known of the view in which work failed, and of those before it since the last step."""
+    """The evidence about the view in which work failed, and about earlier ones since the last step."""
 
     def __init__(self, us: str) -> None:
         self._us = us
@@ -147,24 +146,21 @@ class Diagnosis:
         self._fruitless = 0
         self._accusations: tuple[Accusation, ...] = ()
         self._began: tuple[int, float] | None = None
-        """The epoch of the view that we work in, and since when."""
+        """The epoch of the current view, and when work in it began."""
         self._surveyed = -1
-        """The epoch of the last view whose links we measured to the end."""
 
     def qualified(self) -> None:
-        """We can work with all members of the view that we are to join: what we found before is settled."""
+        """Drop all earlier evidence: this node passed the checks with all members of the view that it is to join."""
         self._fruitless, self._accusations = 0, ()
 
     def began(self, epoch: int, now: float) -> None:
-        """Our work in the view of that epoch begins."""
         self._began = epoch, now
 
     def surveyed(self, epoch: int) -> None:
-        """We have measured the links of the view of that epoch."""
         self._surveyed = epoch
 
     def failed(self, lineage: str, epoch: int, failure: Failure, now: float) -> bool:
-        """Our work in that view failed; whether our checks have to begin."""
+        """Record that this node's work in that view failed; return whether its checks have to begin."""
         if failure.progressed:
             self._fruitless, self._accusations = 0, ()
         self._fruitless += 1
@@ -180,14 +176,15 @@ class Diagnosis:
         return self._tell(told, now)
 
     def heard(self, source: str, findings: Findings, lineage: str, epoch: int, now: float) -> bool:
-        """A member tells what it found; whether our checks have to begin. The lineage and epoch are our view's."""
+        """Record a member's findings; return whether this node's checks have to begin. The lineage and epoch are
+        those of this node's view."""
         self._theirs[source] = findings
         if (findings.lineage, findings.epoch) != (lineage, epoch):
             return False
         return self._tell(Findings(lineage, epoch, findings.fruitless, findings.checking, slow=findings.slow), now)
 
     def _tell(self, news: Findings, now: float) -> bool:
-        """Bring what we tell up to date; whether our checks have to begin."""
+        """Update this node's own findings; return whether its checks have to begin."""
         before = self.ours or Findings(news.lineage, news.epoch, lasted_s=self._lasted_s(news.epoch, now))
         self._noticed(now)
         checking = news.checking or before.checking
@@ -211,7 +208,7 @@ class Diagnosis:
         return checking and not before.checking
 
     def _reconcile(self) -> None:
-        """Where another member received another vote of one than we did, accuse that one, not who acted on it."""
+        """Accuse a member that sent different votes to this node and another, instead of members that acted on them."""
         assert self.ours is not None
         ours = self.ours.votes_seen
         for source, findings in self._theirs.items():
@@ -236,7 +233,7 @@ class Diagnosis:
             self._since_s = now
 
     def checked(self, epoch: int, accusations: Iterable[Accusation]) -> bool:
-        """Our checks are over; whether that is news."""
+        """Record the results of this node's checks; return whether they are news."""
         if self.ours is None or self.ours.epoch != epoch or self.ours.checked:
             return False
         self._accuse(accusations)
@@ -245,19 +242,17 @@ class Diagnosis:
 
     @property
     def is_slow(self) -> bool:
-        """Whether the view failed because its steps were slow."""
         return self.ours is not None and self.ours.slow
 
     @property
     def pause_s(self) -> float:
-        """How long to wait for the next view: longer for each one that came to nothing."""
+        """Return how long to wait for the next view: longer for each view without progress."""
         if self.ours is None or self.ours.fruitless < FRUITLESS:
             return 0.0
         return min(_FIRST_PAUSE_S * 2.0 ** (self.ours.fruitless - FRUITLESS), _LONGEST_PAUSE_S)
 
     def pending_until_s(self, lineage: str, epoch: int, nodes: Sequence[str], now: float) -> float | None:
-        """When these members of a view in which work failed have to have told what they found, if some have not; None:
-        all have."""
+        """Return the deadline for the findings of these members of a failed view; None if all have reported."""
         self._noticed(now)
         assert self._since_s is not None
         known = self._known(lineage, epoch, nodes)
@@ -267,7 +262,7 @@ class Diagnosis:
         return self._since_s + FINDINGS_S if ended < len(nodes) else None
 
     def culprits(self, lineage: str, epoch: int, nodes: Sequence[str], now: float) -> dict[str, str]:
-        """Of these members of that view, by rank, those that the next one has to do without, and why."""
+        """Return the members of that view to exclude from the next one, with reasons; `nodes` is ordered by rank."""
         if self.ours is None or (self.ours.lineage, self.ours.epoch) != (lineage, epoch) or len(nodes) < 2:
             return {}
         known = self._known(lineage, epoch, nodes)
@@ -287,7 +282,7 @@ class Diagnosis:
         return {node: _told(node, edges) for node in covered} if len(covered) < len(nodes) else {}
 
     def entered(self) -> None:
-        """A new view begins: what is found from now on concerns that one. Edges stay until there is progress."""
+        """Start a new view: further findings belong to it. Edges stay until there is progress."""
         self.ours, self._since_s = None, None
         self._theirs.clear()
 
@@ -311,7 +306,7 @@ class Diagnosis:
 
 
 def _slowest(known: Mapping[str, Findings]) -> dict[_Edge, str]:
-    """Members whose own work for a step takes much longer than that of the others."""
+    """Return the stragglers: members whose own work for a step takes much longer than that of the others."""
     edges: dict[_Edge, str] = {}
     for node, findings in known.items():
         others_s = [other.work_s for other_node, other in known.items() if other_node != node and other.work_s]
@@ -321,7 +316,7 @@ def _slowest(known: Mapping[str, Findings]) -> dict[_Edge, str]:
 
 
 def _waits(known: Mapping[str, Findings]) -> dict[_Edge, str]:
-    """Where chains of waiting end: with members that wait for nobody themselves, and had as long as the others."""
+    """Return the ends of the chains of waiting: members that wait for none and had as much time as the others."""
     if not any(findings.late for findings in known.values()):
         return {}  # nobody has waited long
     longest_s = max(findings.lasted_s for findings in known.values())
@@ -338,12 +333,12 @@ def _waits(known: Mapping[str, Findings]) -> dict[_Edge, str]:
 
 
 def _was_held_up(findings: Findings, waited_s: float) -> bool:
-    """Whether a member was still in the operation before when another one began to wait for it."""
+    """Return whether a member was still in the previous operation when another one began to wait for it."""
     return findings.ended and findings.standing_s < waited_s - _CAME_LATE_S
 
 
 def _eliminated(known: Mapping[str, Findings], nodes: Sequence[str]) -> dict[_Edge, str]:
-    """The member whose turn it is to be left out: those first that most waited for, then juniors."""
+    """Return the member to exclude in turn: first those that most members waited for, then juniors."""
     fruitless = max(findings.fruitless for findings in known.values())
     if fruitless < ELIMINATE:
         return {}
@@ -354,7 +349,7 @@ def _eliminated(known: Mapping[str, Findings], nodes: Sequence[str]) -> dict[_Ed
 
 
 def _smallest_cover(edges: Sequence[_Edge], nodes: Sequence[str]) -> tuple[str, ...]:
-    """A smallest set of nodes with an end of every edge; see the top of this file for the choice among several."""
+    """Return a smallest set of nodes that covers every edge; the module docstring explains how ties are broken."""
     accused = Counter(edge[-1] for edge in edges)
     order = sorted(nodes, key=lambda node: (-accused[node], -nodes.index(node)))
     if len(nodes) <= _FEW:
@@ -373,6 +368,6 @@ def _smallest_cover(edges: Sequence[_Edge], nodes: Sequence[str]) -> tuple[str, 
 
 
 def _told(node: str, edges: Mapping[_Edge, str]) -> str:
-    """Why a member is left out: what was found about it, or else what it found about all others."""
+    """Return why a member is excluded: what was found about it, or else what it found about all others."""
     about = [reason for edge, reason in edges.items() if edge[-1] == node]
     return next(iter(about), "it cannot work with the others, and they can with each other")

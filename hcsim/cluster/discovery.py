@@ -1,18 +1,19 @@
-"""Finding the others: what the local network announces, and the addresses that a person gave.
+"""Discovery of other nodes, by announcements on the local network and by configured addresses.
 
-Anybody on the local network can announce anything, so an announcement is a hint and no more. There are two classes of
-addresses:
+Any machine on the local network can announce anything, so an announcement is only a hint. There are two classes
+of addresses:
 
-known        addresses from the configuration, of nodes that proved who they are, and those that such nodes told us.
-             They are dialled at once, each by one task.
-candidates   announced addresses where nobody has proved anything yet. What they may cost is bounded: their number,
-             how many are dialled at once, dials per second, and lines of the log (see the constants). Hosts take turns,
-             so that many candidates at one host do not keep another from being dialled.
+    known        addresses from the configuration, of authenticated nodes, and those that such nodes report.
+                 They are dialled at once, each by one task.
+    candidates   announced addresses where no node has been authenticated yet. Their cost is bounded: their number,
+                 concurrent dials, dials per second, and log lines (see the constants). Hosts take turns,
+                 so that many candidates at one host do not keep another from being dialled.
 
-An announcement never changes what is known: one that gives another address for a known node adds a candidate, and one
-that takes a node back removes candidates only. A candidate that is reached and proves to be the announced node is
-known from then on. A record that nobody answers at is tried a few times, and again after a while if it is still there.
-A node that hears nobody can still be found by those that hear it, since a line carries both ways.
+An announcement never changes what is known: another address of a known node becomes a candidate, and a
+withdrawn announcement removes only candidates. A candidate that authenticates as the announced node becomes
+known. A record at which no node answers is tried a few times, and again later if it is still announced. A node
+that receives no announcements can still be found by the nodes that receive its own, since a connection carries
+both directions.
 """
 
 from __future__ import annotations
@@ -33,42 +34,40 @@ from hcsim.runtime.host import Host, Service
 from hcsim.transport.callers import one_line
 
 Dial: TypeAlias = Callable[[str, float], Awaitable[str]]
-"""Calls an address, for at most so long; the id of the node that answered."""
+"""Call an address, with this timeout; return the id of the node that answered."""
 
 MOST_CANDIDATES = 64
-"""Announced addresses that are kept while nobody has proved anything there."""
+"""The maximum number of announced addresses that are kept without an authenticated node."""
 MOST_PER_NODE = 2
-"""Of these, how many may claim to be one node."""
+"""The maximum number of candidates that claim to be the same node."""
 MOST_DIALS = 16
-"""Candidates that are dialled at once."""
 DIALS_PER_S = 4.0
-"""Dials to candidates in the long run; `DIAL_BURST` of them at once after a quiet time."""
+"""The long-term rate of dials to candidates; after a quiet time, `DIAL_BURST` of them at once."""
 DIAL_BURST = 64
 CROWDED_TIMEOUT_S = 1.0
-"""How long a candidate has to answer while others wait for their turn."""
+"""The timeout of a dial to a candidate while others wait for their turn."""
 MOST_HOSTS = 8
-"""Of one announced address; each may be dialled."""
+"""The maximum number of hosts in one announced address; each may be dialled."""
 MOST_LINES = 8
-"""Lines of each kind that announcements can put into the log."""
+"""The maximum number of log lines of each kind that announcements can cause."""
 _PAUSE_S = 0.25
 _LABEL_BYTES = 63
-"""A service's name is one label of DNS."""
+"""The maximum length of a service's name, which is one DNS label."""
 _NOT_IN_LABELS = re.compile(r"[.\x00-\x1f\x7f]")
 _HOST = re.compile(r"[\w.:%-]+", re.ASCII)
 
 
 class Announcement(msgspec.Struct, frozen=True):
-    """What we say about ourselves on the local network."""
+    """A node's announcement on the local network."""
 
     node: str
     name: str
     namespace: str
-    """Only nodes of one cluster take notice of each other."""
+    """Identifies the cluster; nodes ignore announcements of other clusters."""
     boot: int
     control: str
 
     def service(self) -> Service:
-        """As a service record."""
         # The record has no order of its own for a machine's addresses, so the best first is said here.
         properties = {"node": self.node, "namespace": self.namespace, "boot": f"{self.boot:x}", "at": self.control}
         end = f"-{self.node[:8]}"
@@ -77,10 +76,10 @@ class Announcement(msgspec.Struct, frozen=True):
 
 
 def place_of(service: Service) -> str:
-    """Where an announced node is: where it says, the best first, or else where its record leads.
+    """Return the address of an announced node: the one it states, best host first, or else that of its record.
 
-    Anybody on the local network may have written the record: what is no address is not called, nor shown to a person.
-    """
+    Any machine on the local network may have written the record, so an invalid address is neither called nor
+    displayed."""
     said = service.properties.get("at", "")
     try:
         hosts, port = hosts_of(said)
@@ -93,25 +92,24 @@ def place_of(service: Service) -> str:
 
 
 class Candidate(NamedTuple):
-    """An announced address, and the node that is said to be there."""
+    """An announced address, and the node that is claimed to be there."""
 
     node: str
     address: str
 
 
 class Candidates:
-    """A bounded number of candidates, and whose turn it is."""
+    """A bounded set of candidates with a fair order of dialling."""
 
     def __init__(self, is_known: Callable[[str], bool]) -> None:
         self._is_known = is_known
         self._waits: dict[Candidate, bool] = {}
-        """Whether it waits to be dialled; else it was, and waits for `renew`."""
+        """Whether a candidate waits to be dialled; otherwise it was dialled and waits for `renew`."""
         self._hosts: dict[Candidate, str] = {}
-        """The first host of each."""
+        """The first host of each candidate's address."""
         self._at: dict[str, dict[Candidate, None]] = {}
-        """Those at each host."""
         self._turns: dict[str, int] = {}
-        """When a host was last dialled, counted in dials."""
+        """The number of the dial at which a host was last dialled."""
         self._dialled = 0
 
     def __contains__(self, candidate: Candidate) -> bool:
@@ -119,16 +117,14 @@ class Candidates:
 
     @property
     def nodes(self) -> tuple[str, ...]:
-        """The nodes that they claim to be."""
         return tuple(candidate.node for candidate in self._waits)
 
     @property
     def are_waiting(self) -> bool:
-        """Whether any waits to be dialled."""
         return any(self._waits.values())
 
     def add(self, candidate: Candidate) -> bool:
-        """Keep a candidate; False if there is no room for it."""
+        """Add a candidate; return False if there is no room for it."""
         if candidate in self._waits:
             return True
         same = [other for other in self._waits if other.node == candidate.node]
@@ -145,7 +141,6 @@ class Candidates:
         return True
 
     def remove(self, candidate: Candidate) -> None:
-        """Forget it."""
         if self._waits.pop(candidate, None) is not None:
             host = self._hosts.pop(candidate)
             del self._at[host][candidate]
@@ -154,29 +149,27 @@ class Candidates:
                 self._turns.pop(host, None)
 
     def drop(self, node: str) -> None:
-        """Forget all that claim to be that node."""
         for candidate in [each for each in self._waits if each.node == node]:
             self.remove(candidate)
 
     def renew(self) -> None:
-        """All may be dialled again."""
         self._waits = dict.fromkeys(self._waits, True)
 
     def next(self, is_here: Callable[[str], bool]) -> Candidate | None:
-        """The one to dial now: claims to be a known node first, then the host that was not dialled for longest."""
+        """Return the candidate to dial: claims to be a known node first, then the least recently dialled host."""
         waiting = [each for each, waits in self._waits.items() if waits and not is_here(each.node)]
         if not waiting:
             return None
         return min(waiting, key=lambda each: (not self._is_known(each.node), self._turns.get(self._hosts[each], 0)))
 
     def dialled(self, candidate: Candidate) -> None:
-        """It has had its turn."""
         self._dialled += 1
         self._waits[candidate] = False
         self._turns[self._hosts[candidate]] = self._dialled
 
     def _least(self, newcomer: str, host: str) -> Candidate | None:
-        """The one to forget for a newcomer at that host: of the host with the most of them, if that has more."""
+        """Return the candidate to evict for a newcomer at that host: one of the host with the most candidates, if
+        that has more."""
         most = max(self._at.values(), key=len)
         if len(most) > 1 + len(self._at.get(host, ())):
             return next((each for each in most if not self._is_known(each.node)), None)
@@ -186,7 +179,7 @@ class Candidates:
 
 
 class Discovery:
-    """Keeps dialling whoever should be there and is not."""
+    """Keeps dialling the nodes that are expected and not connected."""
 
     def __init__(
         self,
@@ -206,31 +199,27 @@ class Discovery:
         self._announced = False
         self._over = False
         self._wanted: dict[str, str] = {}
-        """Known addresses, by node id, or by themselves where the id is not known."""
+        """Known addresses, by node id, or by address while the id is unknown."""
         self._withdrawn: dict[str, None] = {}
-        """Known nodes whose announcement was taken back; they are dialled all the same."""
+        """Known nodes whose announcement was withdrawn; they are dialled nevertheless."""
         self._candidates = Candidates(self._wanted.__contains__)
         self._trying: dict[Candidate, None] = {}
         self._allowance = TokenBucket(DIALS_PER_S, DIAL_BURST)
         self._pacing = False
         self._lines: dict[str, int] = {}
-        """How many lines of each kind announcements have put into the log."""
         self._foreign: dict[str, None] = {}
-        """Nodes of clusters with another secret."""
         self._nodes: dict[str, str] = {}
-        """Who answered where."""
         self._calling: dict[str, None] = {}
         self._tasks: dict[asyncio.Task[None], None] = {}
         self._peers = tuple(with_port(peer, config.discovery_port) for peer in config.peers)
 
     @property
     def known(self) -> tuple[str, ...]:
-        """Who should be there: the ids of nodes, and addresses where nobody has answered yet."""
+        """Return the expected nodes: ids, and addresses where no node has answered yet."""
         wanted = [self._nodes.get(key, key) for key in self._wanted if key not in self._withdrawn]
         return tuple(dict.fromkeys((*wanted, *self._candidates.nodes)))
 
     async def run(self) -> None:
-        """Look for others, for ever."""
         for address in self._peers:
             if not _overlap(address, self._us.control):  # one list may serve all machines
                 self.want(address, address)
@@ -246,7 +235,7 @@ class Discovery:
             self._try_candidates()
 
     async def goodbye(self) -> None:
-        """Look for nobody any more, and take back what we announced."""
+        """Stop looking for nodes, and withdraw the announcement."""
         self._over = True
         for task in self._tasks:
             task.cancel()
@@ -255,26 +244,27 @@ class Discovery:
             await self._host.lan.withdraw(self._us.service().name)
 
     def want(self, key: str, address: str) -> None:
-        """A known address: of a node that has proved its id, or of a peer whose id is not known yet."""
+        """Add a known address: of an authenticated node, or of a peer whose id is not known yet."""
         self._wanted[key] = address
         self._withdrawn.pop(key, None)
         self._candidates.drop(key)
         self._call(key)
 
     def learn(self, node: str, address: str) -> None:
-        """A node that has proved its id reaches another one there; what that one said of itself counts more."""
+        """Record the address at which an authenticated node reaches another one; what that one states itself has
+        precedence."""
         if node not in self._wanted:
             self.want(node, address)
 
     def forget(self, key: str) -> None:
-        """Nobody is expected there any more."""
+        """Expect no node at this key any more."""
         if key not in self._peers:
             self._wanted.pop(key, None)
             self._withdrawn.pop(key, None)
             self._candidates.drop(key)
 
     async def _announce(self) -> None:
-        """Where that cannot be done, the addresses that a person gave are left, and those who call us."""
+        """Announce this node. If that fails, only configured addresses and incoming connections remain."""
         service = self._us.service()
         try:
             name = await self._host.lan.advertise(service)
@@ -311,7 +301,7 @@ class Discovery:
                 self._consider(Candidate(node, place_of(sighting.service)))
 
     def _consider(self, candidate: Candidate) -> None:
-        """Dial what was announced, as soon as the bounds allow it."""
+        """Dial an announced address as soon as the bounds allow it."""
         if self._wanted.get(candidate.node) == candidate.address:
             self._withdrawn.pop(candidate.node, None)
             self._call(candidate.node)
@@ -322,7 +312,7 @@ class Discovery:
             self._tell_some("left out", text, most=1)
 
     def _tell_foreign(self, node: str, namespace: str, service: Service) -> None:
-        """Once for each machine: it may be one that a person waits for."""
+        """Log a node of another cluster, once per machine: the user may be waiting for it."""
         if node not in self._foreign and len(self._foreign) < MOST_LINES:
             self._foreign[node] = None
             self._tell(
@@ -332,14 +322,13 @@ class Discovery:
             )
 
     def _tell_some(self, kind: str, text: str, most: int = MOST_LINES) -> None:
-        """Tell it, unless announcements have caused enough lines of this kind."""
+        """Log a message, unless announcements have caused enough lines of this kind."""
         if (lines := self._lines.get(kind, 0)) < most:
             self._lines[kind] = lines + 1
             last = lines + 1 == most > 1
             self._tell(f"{text} (further announced machines that do not answer are not named)" if last else text)
 
     def _try_candidates(self) -> None:
-        """Dial candidates while the bounds allow it."""
         while len(self._trying) < MOST_DIALS and not self._pacing and not self._over:
             candidate = self._candidates.next(self._has)
             if candidate is None:
@@ -429,7 +418,7 @@ class Discovery:
 
 
 def _overlap(one: str, other: str) -> bool:
-    """Whether two addresses have a place in common."""
+    """Return whether two addresses have a host and port in common."""
     hosts, port = hosts_of(one)
     others, other_port = hosts_of(other)
     return port == other_port and any(host in others for host in hosts)

@@ -1,4 +1,4 @@
-"""What a node records of its cluster in its host's metrics."""
+"""Cluster metrics that a node records in its host's registry."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hcsim.runtime.host import Host
 
 
 class Figures:
-    """Counts what happens, and tells what holds whenever somebody looks."""
+    """Records counters and histograms, and sets gauges at collection time."""
 
     def __init__(
         self,
@@ -35,15 +35,15 @@ class Figures:
         self._view: View | None = None
         self._overdue: dict[str, int] = {}
         self.end = host.metrics.collect(self._tell)
-        """Tells a last time, and no more."""
+        """Collect a last time, and stop."""
 
     def beat_sent(self) -> None:
-        """Everybody on a line was sent a heartbeat."""
+        """Count a heartbeat sent to every connected node."""
         for node in self._lines.nodes:
             self._metrics.counter("hcsim_heartbeats_sent_total", node=self._label(node)).add()
 
     def looked(self, node: str, pulse: Pulse, suspected: str, now: float) -> None:
-        """Somebody's health was looked at. Who was taken for lost before is not waited for."""
+        """Record a health check of a peer. Peers that were already suspected are ignored."""
         if self._membership.roster.peers[node].suspected:
             return
         overdue = max(0, pulse.overdue(now) - 1)  # the last of them may be on its way
@@ -55,7 +55,6 @@ class Figures:
             self._metrics.histogram("hcsim_detection_seconds").observe(pulse.silence_s(now))
 
     def adopted(self, view: View) -> None:
-        """A view took effect."""
         before, self._view = self._view, view
         if before is None or not f"{view.lineage}/".startswith(f"{before.lineage}/"):
             kind = "alone" if view.members == (self._membership.us,) else "entered"
@@ -96,5 +95,5 @@ class Figures:
             counter("hcsim_elections_total", outcome=outcome).value = rounds
 
     def _label(self, node: str) -> str:
-        """What it announces itself as: a name for people, and enough of its id to tell it from its namesakes."""
+        """Return the node's label, as in its announcement: a readable name, and enough of its id to be unique."""
         return f"{self._membership.roster.peers[node].status.us.name}-{node[:8]}"

@@ -1,14 +1,18 @@
-"""Who is well: suspicion from the rhythm of heartbeats.
+"""Failure detection: suspicion from the rhythm of heartbeats.
 
-The φ-accrual detector (Hayashibara et al., "The φ Accrual Failure Detector", SRDS 2004): from the intervals between
-a peer's heartbeats follows how likely its present silence is; φ is the negative logarithm of that. A peer with a
-steady rhythm is suspected soon, one on a shaky radio later. Where we deviate: the spread is never taken
-for less than a quarter of the interval, since a machine that computes answers late now and then; and two
-hard limits hold whatever the rhythm was. A refused connection is no silence but an answer: nobody is there. And a
-silence in which we stood still ourselves is nobody's: what was said meanwhile waits to be read (the idea is that of
-Dadgar et al., "Lifeguard: Local Health Awareness for More Accurate Failure Detection", DSN-W 2018).
+The φ-accrual detector (Hayashibara et al., "The φ Accrual Failure Detector", SRDS 2004) computes from the
+intervals between a peer's heartbeats how likely its present silence is; φ is the negative logarithm of that
+probability. A peer with a steady rhythm is suspected early, one on an unstable radio link later. There are four
+deviations:
 
-Time comes from outside, so that the same events give the same answers.
+- The spread is at least a quarter of the interval, since a busy machine sometimes answers late.
+- Two hard limits hold whatever the rhythm was: a timeout and a number of missed heartbeats.
+- A refused connection is evidence that the process is gone, not silence.
+- Silence while this process itself was suspended is not counted against peers, because their messages are
+  waiting to be read (Dadgar et al., "Lifeguard: Local Health Awareness for More Accurate Failure Detection",
+  DSN-W 2018).
+
+The time is passed in, so that the same events give the same results.
 """
 
 from __future__ import annotations
@@ -20,21 +24,19 @@ from hcsim.config.cluster import Heartbeat
 
 _MEMORY = 100
 _RHYTHM = 5
-"""Intervals that make a rhythm."""
 _SMOOTHING = 0.2
-"""Weight of the newest round trip in the average. Higher follows faster."""
+"""The weight of the newest round trip in the average. Higher values follow faster."""
 
 
 class Watch:
-    """Whether we looked when we meant to. If not, we slept or had no processor, and others' silence was ours."""
+    """Detects that this process was suspended or starved: it did not look when it meant to."""
 
     def __init__(self, due_s: float, tolerated_s: float) -> None:
         self.due_s = due_s
-        """When we mean to look next."""
         self._tolerated_s = tolerated_s
 
     def away_s(self, now: float) -> float:
-        """For how long we have not looked; nothing if that is tolerable, or was told before."""
+        """Return for how long this process was suspended; 0 if that is tolerable, or was reported before."""
         away_s = now - self.due_s
         if away_s < self._tolerated_s:
             return 0.0
@@ -43,7 +45,7 @@ class Watch:
 
 
 class Pulse:
-    """What is known of one peer's heartbeats."""
+    """The heartbeat history of one peer."""
 
     def __init__(self, now: float, policy: Heartbeat) -> None:
         self._policy = policy
@@ -51,47 +53,42 @@ class Pulse:
         self._beat_s = now
         self._intervals_s: deque[float] = deque(maxlen=_MEMORY)
         self._rhythm: tuple[float, float] | None = None
-        """Mean and spread of the intervals, until there is another one."""
+        """Mean and spread of the intervals, cached until there is another interval."""
         self._refused = ""
         self.latency_s: float | None = None
-        """Round trip, as an exponential moving average."""
+        """The round-trip time, as an exponential moving average."""
 
     def beat(self, now: float) -> None:
-        """A sign of life."""
         self._intervals_s.append(max(0.0, now - self._beat_s))
         self._rhythm = None
         self._beat_s = now
         self.sign(now)
 
     def sign(self, now: float) -> None:
-        """A sign of life outside the rhythm: any other message."""
+        """Record any other message, which is a sign of life outside the rhythm."""
         self._last_s = max(self._last_s, now)
         self._refused = ""
 
     def excuse(self, away_s: float, now: float) -> None:
-        """For so long we could not hear it."""
+        """Do not count a time in which this process could not receive."""
         self._last_s = min(self._last_s + away_s, now)
         self._beat_s = min(self._beat_s + away_s, now)
 
     def echoed(self, round_trip_s: float) -> None:
-        """An answer came after that time."""
         before = round_trip_s if self.latency_s is None else self.latency_s
         self.latency_s = before + _SMOOTHING * (round_trip_s - before)
 
     def refused(self, why: str = "its machine answers that nobody is there") -> None:
-        """It does not take our call."""
         self._refused = why
 
     def silence_s(self, now: float) -> float:
-        """Since the last sign of life."""
         return max(0.0, now - self._last_s)
 
     def overdue(self, now: float) -> int:
-        """Heartbeats that should have come since."""
         return int(self.silence_s(now) / self._policy.interval_s)
 
     def phi(self, now: float) -> float:
-        """How surprising the silence is: its odds are 10^-φ. Zero while there is no rhythm."""
+        """Return how surprising the silence is: its probability is 10^-φ. Zero while there is no rhythm."""
         if len(self._intervals_s) < _RHYTHM:
             return 0.0
         if self._rhythm is None:  # it is asked for more often than a heart beats
@@ -102,7 +99,7 @@ class Pulse:
         return _surprise((self.silence_s(now) - mean_s) / spread_s)
 
     def suspected(self, now: float) -> str:
-        """Why this peer is taken for lost; empty while it is not."""
+        """Return why this peer is suspected; empty if it is not."""
         policy, silence_s = self._policy, self.silence_s(now)
         if self._refused:
             return self._refused
@@ -116,7 +113,7 @@ class Pulse:
 
 
 def _surprise(deviations: float) -> float:
-    """-log10 of the odds that a normal variable is so many deviations above its mean, or more."""
+    """Return -log10 of the probability that a normal variable is at least this many deviations above its mean."""
     if deviations < 30:
         return -math.log10(0.5 * math.erfc(deviations / math.sqrt(2)))
     return (deviations**2 / 2 + math.log(deviations * math.sqrt(2 * math.pi))) / math.log(10)

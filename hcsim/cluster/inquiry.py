@@ -1,7 +1,8 @@
-"""Asking a running cluster how it stands, from outside: any machine that has its secret may, and may say who is gone.
+"""A client that queries the status of a running cluster from outside. Any machine that has the cluster's secret
+may do so, and may report that a node is gone for good.
 
-Who asks opens a control channel like a member does, and asks instead of saying hello; so it is in no view and on
-nobody's list. Nodes are found where they announce themselves, at addresses that a person gave, and through each other.
+The client opens a control channel as a member does and sends a query instead of a hello, so it is in no view
+and in no list of nodes. Nodes are found by their announcements, at given addresses, and through each other.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from hcsim.transport.messages import expect
 
 
 async def ask(host: Host, address: str, timeout_s: float, forget: str = "") -> Told:
-    """How the node at that address stands; tell it, if that is so, that another one is gone for good."""
+    """Return the status of the node at that address; `forget` names a node that is gone for good."""
     channel = await host.connect(address, timeout_s=timeout_s)
     try:
         channel.limit(MESSAGE_LIMIT_BYTES)
@@ -32,13 +33,14 @@ async def ask(host: Host, address: str, timeout_s: float, forget: str = "") -> T
 
 
 MOST_FOREIGN = 8
-"""Machines of other clusters that a person is told of."""
+"""The maximum number of machines of other clusters to report."""
 MOST_ASKED = 64
-"""Addresses that are asked because somebody announced them; what nodes that answered told is asked beyond that."""
+"""The maximum number of announced addresses to query; addresses reported by nodes that answered are not
+counted."""
 
 
 class Survey:
-    """Asks everybody once."""
+    """Queries every node once."""
 
     def __init__(self, host: Host, namespace: str, timeout_s: float, forget: str = "") -> None:
         self._host = host
@@ -47,16 +49,14 @@ class Survey:
         self._forget = forget
         self._asking: dict[str, asyncio.Task[None]] = {}
         self.told: dict[str, Told] = {}
-        """By node, what it said."""
         self._here: list[Member] = []
-        """Everybody who said something; two, where a key was copied."""
+        """All members that answered; two with the same id if a key was copied."""
         self.failures: dict[str, str] = {}
-        """By address, why nobody said anything."""
         self.foreign: dict[str, str] = {}
-        """By name, where machines of other clusters are."""
+        """The addresses of machines of other clusters, by name."""
 
     async def run(self, peers: Sequence[str], look_s: float) -> None:
-        """Ask these, and whoever announces itself within that time; return when all have answered or failed."""
+        """Query these peers and the nodes announced within that time; return when all have answered or failed."""
         for address in peers:
             self._ask(address)
         looking = self._host.spawn(self._look(), name="look around")
@@ -67,7 +67,8 @@ class Survey:
             await asyncio.gather(*waiting)
 
     def awaited(self) -> list[Member]:
-        """Members that nobody who answered is: another machine under its name, or a copy of it, is not the member."""
+        """Return the members that did not answer; another machine under the same name, or a copy, does not count as
+        the member."""
         members = dict.fromkeys(member for told in self.told.values() for member in told.view.members)
         return [m for m in members if not any(us.node == m.node and not m.elsewhere(us) for us in self._here)]
 

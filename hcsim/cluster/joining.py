@@ -1,14 +1,14 @@
-"""Joining a cluster by an invitation: one conversation between a member and a newcomer.
+"""Joining a cluster with an invitation: an exchange between one member and one newcomer.
 
-An invitation is a secret of two machines. With it they find each other, prove to each other that they know it and which
-keys they have, and encrypt what they say, all in the same ways as members of a cluster do with theirs. Then
+An invitation is a secret shared by two machines. With it they find each other, prove that they know it and
+which keys they have, and encrypt the exchange, in the same way as members do with the cluster's secret. Then
 
     newcomer                            member
       | knock: name, cluster if it has one →
-      |    ← welcome: first secret, list  |   with the newcomer on it; or denied: why
+      |    ← welcome: first secret, list  |   with the newcomer on it; or denied: reason
       | thanks →                          |   the newcomer has saved it
 
-The member saves the list before it says welcome.
+The member saves the list before it sends the welcome.
 """
 
 from __future__ import annotations
@@ -37,30 +37,30 @@ _PROPERTY = "invitation"
 
 
 class Knock(msgspec.Struct, frozen=True, tag="knock"):
-    """May I join?"""
+    """A request to join."""
 
     public: PublicKey
     name: Annotated[str, Meta(min_length=1, max_length=MOST_NAME)]
     namespace: Annotated[bytes, Meta(max_length=32)] = b""
-    """Of the cluster that it belongs to already under the name that this one is to have."""
+    """The cluster that the newcomer already belongs to under the name that this one is to have."""
 
 
 class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
-    """You are a member."""
+    """The newcomer is admitted."""
 
     first: Annotated[bytes, Meta(min_length=SECRET_BYTES, max_length=SECRET_BYTES)]
-    """The secret that the cluster began with."""
+    """The first secret of the cluster."""
     record: TrustRecord
 
 
 class Denied(msgspec.Struct, frozen=True, tag="denied"):
-    """You are not, for that reason."""
+    """The newcomer is rejected, with the reason."""
 
     reason: Annotated[str, Meta(max_length=1000)]
 
 
 class Thanks(msgspec.Struct, frozen=True, tag="thanks"):
-    """I have saved it."""
+    """The newcomer has saved the welcome."""
 
 
 Message: TypeAlias = Knock | Welcome | Denied | Thanks
@@ -68,7 +68,7 @@ SCHEMA: Schema[Message] = Schema(Message)
 
 
 class Inviting:
-    """The member's side. `host` admits whoever knows the invitation's secret."""
+    """The member's side. `host` accepts any peer that knows the invitation's secret."""
 
     def __init__(
         self, host: Host, trusted: TrustStore, first: ClusterSecret, invitation: Invitation, tell: Callable[[str], None]
@@ -82,7 +82,7 @@ class Inviting:
         self._news = asyncio.Event()
 
     async def serve(self, address: str, namespace: str) -> bool:
-        """Wait for newcomers until the invitation is over; returns whether it was used up."""
+        """Wait for newcomers until the invitation is over; return whether it was used up."""
         listener = await self._host.listen(address)
         service = Service(f"invitation-{namespace[:8]}", address, {_PROPERTY: namespace, "at": address})
         announced = ""
@@ -152,7 +152,7 @@ class Inviting:
 
 
 async def knock(host: Host, address: str, ours: Knock, timeout_s: float) -> tuple[Welcome, Channel]:
-    """Ask to join at that address; say `thank` on the channel once the answer is saved."""
+    """Ask to join at that address; call `thank` with the channel once the answer is saved."""
     channel = await host.connect(address, timeout_s=timeout_s)
     try:
         channel.limit(_LIMIT_BYTES)
@@ -170,7 +170,7 @@ async def knock(host: Host, address: str, ours: Knock, timeout_s: float) -> tupl
 
 
 async def thank(channel: Channel) -> None:
-    """The answer is saved."""
+    """Confirm that the answer is saved."""
     try:
         await SCHEMA.send(channel, Thanks())
     finally:
@@ -178,7 +178,7 @@ async def thank(channel: Channel) -> None:
 
 
 async def find(host: Host, namespace: str, look_s: float) -> str:
-    """Where the member is that waits with that invitation; empty where nobody announces it."""
+    """Return the address of the member that waits with that invitation; empty if none is announced."""
     try:
         async with host.clock.timeout(look_s):
             async for sighting in host.lan.browse():

@@ -1,9 +1,9 @@
-"""Control channels to the other nodes: one to each, whoever dialled.
+"""Control connections to the other nodes: one per node, whichever side dialled.
 
-Two nodes that find each other at the same moment both dial. Both ends then keep the channel that the node with the
-lower id dialled, and close the other. A channel that says it comes from a node we have a channel to already, but in
-another life, is either that node started anew or somebody with a copy of its key: if the old life still answers,
-the newcomer is refused.
+Two nodes that find each other at the same moment both dial. Both ends then keep the channel dialled by the node
+with the lower id, and close the other. A new channel may come from a node that is already connected, but with a
+different boot. Then either the node was restarted or its key was copied: if the old connection still answers,
+the new one is rejected.
 """
 
 from __future__ import annotations
@@ -22,68 +22,61 @@ from hcsim.transport.messages import expect
 MESSAGE_LIMIT_BYTES = 256 * 1024
 HELLO_TIMEOUT_S = 5.0
 PROBE_S = 1.0
-"""How long the old life of a node has to answer when a new one calls."""
+"""How long the old connection of a node has to answer when a new one with another boot arrives."""
 OUTBOX = 256
-"""Messages that may wait for a peer that does not read; beyond that it is taken for stuck."""
+"""The maximum number of messages queued for a peer that does not read; beyond it the peer counts as stuck."""
 COPIED = (
     "copied_identity",
     "another machine with the same identity is already here: give each machine its own node key",
 )
-"""A reason to refuse somebody, for figures and for people."""
+"""The reason for rejecting a node, for metrics and log."""
 
 
 class Owner(Protocol):
-    """Who is told what happens on the lines."""
+    """Callbacks for events on the control connections."""
 
-    def status(self) -> Status:
-        """How we stand."""
+    def status(self) -> Status: ...
 
-    def hello(self) -> Hello:
-        """Our first message."""
+    def hello(self) -> Hello: ...
 
     def asked(self, ask: Ask) -> Told:
-        """How we stand, for somebody who wants to know; and what a person wants us to know."""
+        """Return the status of this node to a status client, and process what the client reports."""
 
     async def probed(self, channel: Channel) -> None:
-        """Somebody wants to measure the line to us."""
+        """Serve a peer that measures the link to this node."""
 
-    def up(self, hello: Hello) -> None:
-        """There is a line to a node, which began with this."""
+    def up(self, hello: Hello) -> None: ...
 
     def down(self, node: str, goodbye: Goodbye | None) -> None:
-        """The line to a node has ended, with this as its last word if it had one."""
+        """The connection to a node has closed, with its goodbye if it sent one."""
 
-    def said(self, node: str, message: Message) -> None:
-        """A node said something."""
+    def said(self, node: str, message: Message) -> None: ...
 
-    def told(self, what: str) -> None:
-        """Something that a person might like to know."""
+    def told(self, what: str) -> None: ...
 
 
 class Line:
-    """A channel to one node."""
+    """The control connection to one node."""
 
     def __init__(self, channel: Channel, status: Status, dialler: str) -> None:
         self.channel = channel
         self.us = status.us
         self.dialler = dialler
         self.signs = 0
-        """Messages that came over it."""
         self._outbox: asyncio.Queue[Message] = asyncio.Queue(OUTBOX)
 
     def put(self, message: Message) -> None:
-        """Have a message sent; a line that is stuck loses it, and what is lost is said again."""
+        """Queue a message; a stuck connection drops it, and the sender repeats it later."""
         if not self._outbox.full():
             self._outbox.put_nowait(message)
 
     async def send_all(self) -> None:
-        """Send what is put, until the channel ends."""
         while True:
             await SCHEMA.send(self.channel, await self._outbox.get())
 
 
 class Lines:
-    """All our control channels."""
+    """All control connections of this node."""
 
     def __init__(self, host: Host, owner: Owner) -> None:
         self._host = host
@@ -94,34 +87,30 @@ class Lines:
 
     @property
     def nodes(self) -> tuple[str, ...]:
-        """Those that we have a line to."""
         return tuple(self._lines)
 
     def address(self, node: str) -> str:
-        """Where the line to a node goes; empty: there is none."""
+        """Return the remote address of the connection to a node; empty if there is none."""
         line = self._lines.get(node)
         return "" if line is None else line.channel.peer
 
     def send(self, node: str, message: Message) -> None:
-        """Send a message, if there is a line."""
         line = self._lines.get(node)
         if line is not None:
             line.put(message)
 
     def send_all(self, message: Message) -> None:
-        """Send it to everybody."""
         for line in self._lines.values():
             line.put(message)
 
     async def serve(self, listener: Listener) -> None:
-        """Take calls, for ever."""
         try:
             await self._strangers.accept(listener, self._called)
         finally:
             await listener.close()
 
     async def dial(self, address: str, timeout_s: float) -> str:
-        """Call a node. Returns its id when there is a line to it (or it is us); raises what stands against it."""
+        """Connect to a node. Return its id once it is connected (or is this node); raise an error if it cannot be."""
         channel = await self._host.connect(address, timeout_s=timeout_s)
         try:
             channel.limit(MESSAGE_LIMIT_BYTES)
@@ -135,7 +124,7 @@ class Lines:
         return theirs.status.us.node
 
     async def close(self, reason: str) -> None:
-        """Say goodbye to everybody, and take no more calls."""
+        """Send a goodbye to all nodes, and accept no more connections."""
         self._closed = True
         for line in list(self._lines.values()):
             try:
@@ -178,7 +167,7 @@ class Lines:
                 self._strangers.known(channel)
 
     async def _introduce(self, channel: Channel, hello: Hello, dialler: str) -> None:
-        """Decide whether this becomes the line to that node; if so, keep it running."""
+        """Decide whether a channel becomes the connection to that node; if so, run it."""
         us, theirs = self._owner.status().us, hello.status
         node = theirs.us.node
         if self._closed:
@@ -218,7 +207,7 @@ class Lines:
         raise PeerRefused(f"{channel.peer} was refused: {text}", channel.peer)
 
     async def _answers(self, line: Line) -> bool:
-        """Whether the node at the other end of a line lives."""
+        """Return whether the node at the other end still answers."""
         signs = line.signs
         line.put(Beat(1, self._owner.status()))
         await self._host.clock.sleep(PROBE_S)

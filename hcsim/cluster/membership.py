@@ -1,13 +1,14 @@
-"""Who is in the cluster: one node's part in forming views, as a state machine.
+"""Cluster membership: one node's part in forming views, as a state machine.
 
-Every node begins alone, in a view of its own, which it leads. Where nodes meet, the cluster that stands lower
-joins the other (see `View.standing`): a lone node asks to be taken in; a larger cluster that was not able to
-begin dissolves first, and its members ask. From then on everything is a change of the view. Why it should change is
-`Stance`'s matter. The most senior member that is well proposes the change (`Proposer`); if it does not, the next one
-does after a while. How a proposal becomes a view is `agreement`'s matter. Here is what a node makes of what it hears:
-whose questions it answers, and which view it adopts.
+Every node begins alone, in a view of its own, which it leads. Where nodes meet, the cluster with lower
+precedence joins the other (see `View.standing`): a lone node asks to be admitted; a larger cluster that could
+not begin dissolves first, and its members ask. From then on every change is a change of the view. `Stance`
+decides why a view should change. The most senior healthy member proposes the change (`Proposer`); if it does
+not, the next one does after a while. `agreement` turns a proposal into a view. This module handles what a node
+receives: which requests it answers, and which view it adopts.
 
-Pure: events and `now` in; `effects` out, for the driver to carry out. `wake_at_s` says when to call `tick` next.
+It does no I/O: events and `now` in, `effects` out, for the driver to execute. `wake_at_s` says when to call
+`tick` next.
 """
 
 from __future__ import annotations
@@ -26,42 +27,43 @@ from hcsim.cluster.view import DEPARTED_S, PATIENCE_S, Member, Rules, View, bran
 
 
 class Send(msgspec.Struct, frozen=True):
-    """Send a message to a node, if it is connected."""
+    """Effect: send a message to a node, if it is connected."""
 
     to: str
     message: Message
 
 
 class Adopted(msgspec.Struct, frozen=True):
-    """A view takes effect here."""
+    """Effect: a view takes effect at this node."""
 
     view: View
 
 
 class Over(msgspec.Struct, frozen=True):
-    """Nothing can be computed in that epoch any more."""
+    """Effect: work in that epoch has failed."""
 
     epoch: int
     reason: str
 
 
 class Waiting(msgspec.Struct, frozen=True):
-    """We cannot go on, and why."""
+    """Effect: this node cannot continue, with the reason."""
 
     reason: str
 
 
 class Check(msgspec.Struct, frozen=True):
-    """Check our device and the other members of that epoch's view, and tell `Membership.checked` what was found."""
+    """Effect: check this node's device and the other members of that epoch's view, and call `Membership.checked`
+    with the results."""
 
     epoch: int
     slow: bool = False
-    """Whether members that are only slow are looked for."""
+    """Whether to look also for stragglers."""
 
 
 class Qualify(msgspec.Struct, frozen=True):
-    """Check our device and the members of that lineage, and measure the ways to them, before we join them; then tell
-    `Membership.qualified`."""
+    """Effect: check this node's device and the members of that lineage, and measure the routes to them, before
+    joining; then call `Membership.qualified`."""
 
     lineage: str
 
@@ -76,7 +78,7 @@ BEGUN_ANEW = (
 
 
 class Membership:
-    """One node's part."""
+    """The membership state machine of one node."""
 
     def __init__(
         self, us: Member, control: str, rules: Rules, remembered: Record | None, save: Callable[[Record], None]
@@ -89,15 +91,15 @@ class Membership:
         self._rules = rules
         self._diagnosis = Diagnosis(us.node)
         self._told: Findings | None = None
-        """What we have told the other members of what we found."""
+        """The findings that were sent to the other members."""
         self._tried_without: list[str] = []
-        """Members that the present view has left out: if it does not work either, they were not the reason."""
+        """Members that the present view excluded: if it does not work either, they were not the cause."""
         self._left: dict[str, int] = {}
-        """By node that has left in an orderly way, the epoch of the last view with it, which may still be at work."""
+        """By node that has left in an orderly way, the epoch of the last view with it, which may still be working."""
         self._departed: dict[int, tuple[float, str]] = {}
-        """By epoch: when a view ends, and why, that a member has left which is gone now."""
+        """By epoch: when and why a view ends from which a member has left that is gone now."""
         self._qualifying = ""
-        """The lineage that we check whether we can work with, or know that we can."""
+        """The lineage that is being checked, or has passed the checks."""
         self._is_qualified = False
         self._stance = Stance(us, rules, self.roster, self._diagnosis)
         self._proposer = Proposer(us, rules, self.roster, self._stance, self._diagnosis, self._send)
@@ -110,32 +112,29 @@ class Membership:
         self._joins = ""
         self._lives = 0
         self._solitary: View | None = None
-        """The view that we have last begun alone."""
+        """The last view that this node began alone."""
         self._left_by = ""
-        """The lineage that went on without us then, if one did."""
+        """The lineage that went on without this node then, if any."""
         self.outcome = ""
-        """What came of our work, once it is finished."""
         self.outcomes: dict[str, str] = {}
-        """What came of the work of others that have finished theirs, and which of them said so last."""
+        """The outcomes of other nodes' finished work, each with the node that reported it last."""
         self._entered: dict[tuple[str, int], None] = {}
-        """The views that we have been in, in this life."""
+        """The views that this node has been in since it started."""
         self._fellows: dict[str, dict[str, None]] = {}
-        """By lineage, the nodes that were in views of it that we know of."""
+        """By lineage, the nodes known to have been in its views."""
         for known in (self.view, *self._acceptor.record.past):
             self._know_fellows(known)
         self._declined: dict[str, int] = {}
-        """By lineage, the view that we said we shall never be in."""
+        """By lineage, the view that this node declined for good."""
         if not self._belongs_to(self.view) or (len(self.view.members) == 1 and not self.view.formed):
             self._alone()
 
     @property
     def view(self) -> View:
-        """The view that counts here."""
         return self._acceptor.record.view
 
     @property
     def status(self) -> Status:
-        """What the others should know."""
         view, stance = self.view, self._stance
         return Status(
             self.us, self._control, view.lineage, view.epoch, len(view.members), view.formed, self._joins,
@@ -145,27 +144,27 @@ class Membership:
 
     @property
     def left_behind(self) -> bool:
-        """Whether we were left out, and see those who go on: whatever we did alone would part from what they do."""
+        """Return whether this node was excluded and sees the members that continue: results of work alone would
+        diverge from theirs."""
         return self.view == self._solitary and bool(self.roster.working(self._left_by))
 
     @property
     def outside(self) -> bool:
-        """Whether we have no part in any work, and see nobody who has."""
+        """Return whether this node takes part in no work, and sees no node that does."""
         at_work = self.view.formed and self.view.rank(self.us) is not None and self.view != self._solitary
         return not at_work and not self.roster.somebody_works()
 
     @property
     def deserted(self) -> bool:
-        """Whether no other member of our view is there."""
         peers = self.roster.peers
         return all(m.node not in peers or peers[m.node].suspected for m in self.view.members if m.node != self.us.node)
 
     # Events.
 
     def started(self, now: float) -> None:
-        """Our process was started. If it continues a view of an earlier process, that view has to change.
+        """Start the state machine. If it resumes the view of an earlier process, that view has to change.
 
-        No peer's message may ever come, so this does not wait for one. Other members get time to be found first."""
+        This does not wait for a peer's message, which may never come. Other members get time to be found first."""
         if self.view.rank(self.us) is not None:
             return
         if len(self.view.members) == 1:
@@ -174,7 +173,6 @@ class Membership:
             self._wake(now + self._rules.answer_s)
 
     def heard(self, status: Status, now: float) -> None:
-        """A node says how it stands."""
         if status.outcome:
             self.outcomes[status.outcome] = status.us.name
         self._bring_up_to_date(self.roster.heard(status), now)
@@ -184,7 +182,6 @@ class Membership:
         self._review(now)
 
     def lost(self, node: str, why: str, now: float) -> None:
-        """A node is suspected."""
         peer = self.roster.peers.get(node)
         if peer is not None and not peer.suspected:
             peer.suspected = why
@@ -196,14 +193,12 @@ class Membership:
             self._review(now)
 
     def found(self, node: str, now: float) -> None:
-        """A node that was suspected is well."""
         peer = self.roster.peers.get(node)
         if peer is not None and peer.suspected:
             peer.suspected = ""
             self._review(now)
 
     def connected(self, node: str, now: float) -> None:
-        """A node can be reached (again)."""
         self._proposer.remind(node, now)
         if self._told is not None and self.view.member(node) is not None:
             self._send(node, self._told, now)
@@ -211,15 +206,12 @@ class Membership:
             self._send(node, Qualified(self._qualifying, self.us.boot), now)
 
     def began(self, epoch: int, now: float) -> None:
-        """Our work in the view of that epoch begins."""
         self._diagnosis.began(epoch, now)
 
     def surveyed(self, epoch: int) -> None:
-        """We have measured the links of that view."""
         self._diagnosis.surveyed(epoch)
 
     def broken(self, epoch: int, failure: Failure | str, now: float) -> None:
-        """Our work failed in the view of that epoch."""
         view = self.view
         if epoch == view.epoch:
             failure = Failure(failure) if isinstance(failure, str) else failure
@@ -235,12 +227,10 @@ class Membership:
             self._review(now)
 
     def checked(self, epoch: int, accusations: Iterable[Accusation], now: float) -> None:
-        """The checks of the view of that epoch are over here."""
         if self._diagnosis.checked(epoch, accusations):
             self._review(now)
 
     def qualified(self, lineage: str, now: float) -> None:
-        """We can work with the members of that lineage."""
         if lineage == self._qualifying and not self._is_qualified:
             self._is_qualified = True
             self._diagnosis.qualified()
@@ -249,42 +239,40 @@ class Membership:
             self._review(now)
 
     def to_qualify_with(self, lineage: str) -> tuple[str, ...]:
-        """The members in sight that we have to be able to work with before we join that lineage; empty: no more."""
+        """Return the visible members to check before joining that lineage; empty if that is no longer needed."""
         return self.roster.working(lineage) if lineage == self._qualifying else ()
 
     @property
     def asks(self) -> bool:
-        """Whether we are alone and ask a cluster that we know, or are about to know, that we can work with."""
+        """Return whether this node is alone and asks a cluster to admit it, having passed the checks or being about
+        to."""
         return self._qualifying not in ("", self.view.lineage)
 
     @property
     def will_be_let_in(self) -> bool:
-        """Whether we ask a cluster that will let us in in the end: we can work with all its members, as we found."""
+        """Return whether this node asks a cluster that will admit it eventually: all checks with its members passed."""
         return self.asks and self._is_qualified and self.roster.whole(self._qualifying)
 
     def disqualified(self, lineage: str, now: float) -> None:
-        """We cannot work with the members of that lineage yet: ask again."""
+        """Record that this node cannot work with the members of that lineage yet: check again."""
         if lineage == self._qualifying:
             self._qualifying = ""
             self._review(now)
 
     def forget(self, node: str, now: float) -> None:
-        """A person says that a node is gone for good."""
+        """Record a user's statement that a node is gone for good."""
         if (member := self.view.member(node)) is not None:
             self.roster.give_up(member)
             self._review(now)
 
     def leave(self, now: float) -> None:
-        """We would like to be in no view."""
         self._stance.leaving = True
         self._review(now)
 
     def tick(self, now: float) -> None:
-        """Time has passed."""
         self._review(now)
 
     def message(self, source: str, message: Message, now: float) -> None:
-        """A message of the agreement."""
         if isinstance(message, Prepare):
             self._asked_to_promise(source, message, now)
         elif isinstance(message, Accept):
@@ -324,13 +312,14 @@ class Membership:
             self._decline(source, asked.after, now)
 
     def _decline(self, source: str, view: View, now: float) -> None:
-        """Say that nobody need wait for our word on that view, if so."""
+        """Decline a view, if this node never entered it, so that no node waits for its vote."""
         if self._stranger_to(view):
             self._declined[view.lineage] = max(self._declined.get(view.lineage, -1), view.epoch)
             self._send(source, Declined(view.lineage, view.epoch), now)
 
     def _stranger_to(self, view: View) -> bool:
-        """Whether we are counted on in a view that we did not enter: we missed its news, and thought better of it."""
+        """Return whether this node is a member of a view of another lineage that it never entered, because it missed
+        the decision."""
         return (
             view.lineage != self.view.lineage
             and view.rank(self.us) is not None
@@ -338,12 +327,14 @@ class Membership:
         )
 
     def _belongs_to(self, view: View) -> bool:
-        """Whether we are a member, in this life or another; not where that is a machine that our key was copied to."""
+        """Return whether this node is a member, with any boot; False if the member is a machine with a copy of the
+        key."""
         member = view.member(self.us.node)
         return member is not None and not member.elsewhere(self.us)
 
     def _concerns_us(self, source: str, lineage: str, epoch: int, now: float) -> bool:
-        """Whether it is about the successor of our view; who is behind is told what that is."""
+        """Return whether a message is about the successor of this node's view; a sender that is behind is sent the
+        later view."""
         view = self.view
         self._tell_past(source, lineage, epoch, now)
         if lineage != view.lineage or not self._belongs_to(view):
@@ -353,7 +344,7 @@ class Membership:
         return epoch == view.epoch and source in self._fellows.get(lineage, ())
 
     def _tell_past(self, source: str, lineage: str, epoch: int, now: float) -> None:
-        """What followed that view, if we know: we may be elsewhere now."""
+        """Send the last known view of that lineage, if it is later: this node may be in another lineage now."""
         for past in self._acceptor.record.past:
             if past.lineage == lineage and past.epoch > epoch:
                 self._send(source, Decided(past), now)
@@ -394,7 +385,7 @@ class Membership:
             self._wake(proposer.not_before_s)
 
     def _consider(self, now: float) -> None:
-        """Propose a change if there is a reason, and it is our turn."""
+        """Propose a change if there is a reason and it is this node's turn."""
         need = self._stance.need(self.view, self._joins, now)
         if need.look_at_s is not None:
             self._wake(need.look_at_s)
@@ -413,8 +404,8 @@ class Membership:
             self._wake(due_s)
 
     def _end_deserted_views(self, now: float) -> None:
-        """Nothing can be computed in a view whose member is gone, also if it left in an orderly way: it may have left
-        before the others had a link to it, and they would wait for its call."""
+        """End views one of whose members is gone, even if it left in an orderly way: it may have left before the
+        others connected to it, and they would wait for its call."""
         for epoch, (due_s, reason) in list(self._departed.items()):
             if now >= due_s:
                 del self._departed[epoch]
@@ -430,7 +421,7 @@ class Membership:
                     self._send(node, self._told, now)
 
     def _seek_qualification(self) -> None:
-        """Before we join members that work, we see whether we can work with them: they do not wait for us meanwhile."""
+        """Start the checks that are required before joining members that work; these do not wait meanwhile."""
         wanted = self._joins if self.roster.working(self._joins) else ""
         if wanted != self._qualifying:
             self._qualifying, self._is_qualified = wanted, False
@@ -447,7 +438,7 @@ class Membership:
     # Which view counts.
 
     def _bring_up_to_date(self, peer: Peer, now: float) -> None:
-        """Tell a member, or one that was, what it has missed; and note since when it follows something else."""
+        """Send a present or former member what it has missed, and note since when it follows another view."""
         view, theirs = self.view, peer.status
         if view.member(theirs.us.node) is None and theirs.lineage == view.lineage and theirs.epoch <= view.epoch:
             self._send(theirs.us.node, Decided(view), now)
@@ -465,11 +456,12 @@ class Membership:
             peer.astray_since_s = now
 
     def _is_believed(self, source: str, view: View) -> bool:
-        """Whether a node may tell us that a view was decided.
+        """Return whether a node is trusted to report that a view was decided.
 
-        Members do not lie, and a view is decided by members of the one before it; others may know of it from them. So
-        we believe nodes that were in a view of our lineage with us, as far as we know; members of a cluster that we
-        asked to be taken in by; and when all others of our view are gone for good, whoever is left."""
+        Members do not lie, and a view is decided by members of the one before it; others may have learned of it
+        from them. So this node trusts nodes known to have been in a view of its lineage together with it; members
+        of a cluster that it asked to be admitted by; and, when all other members of its view are gone for good,
+        any node."""
         ours = self.view
         alone = len(ours.members) == 1 and ours.member(self.us.node) is not None
         if view.lineage != ours.lineage and not view.branched_from(ours.lineage):
@@ -480,7 +472,7 @@ class Membership:
         return all(node in gone for node in ours.nodes if node != self.us.node)
 
     def _learn(self, view: View, now: float) -> None:
-        """A view was decided: adopt it if it is for us."""
+        """Process a decided view: adopt it if it contains or concerns this node."""
         ours = self.view
         # One that was started anew has nothing of its own to go on with, however far the others have come since.
         # A branch that leaves us out is others' way; whoever has to follow it waits for them, and may wait in vain.
@@ -503,8 +495,8 @@ class Membership:
         self._enter(view)
 
     def _quarantine_left_out(self, view: View, now: float) -> None:
-        """Members that the next view does without, although they are well, kept the last one from working; not those
-        that went on in a branch."""
+        """Quarantine healthy members that the next view excludes: they kept the last one from working. Members that
+        continue in a branch are exempt."""
         ours, found = self.view, self._diagnosis.ours
         if found is None or not view.abrupt or view.previous != ours.epoch or view.lineage != ours.lineage:
             return
@@ -521,7 +513,7 @@ class Membership:
                 self._tried_without.append(node)
 
     def _note_arrivals(self, view: View, now: float) -> None:
-        """Members that are lost soon after they were let in wait before they are let in again."""
+        """Make members that are lost soon after they were admitted wait before they are readmitted."""
         ours = self.view
         if not ours.formed or view.lineage != ours.lineage or ours.rank(self.us) is None:
             return
@@ -533,25 +525,25 @@ class Membership:
                 self.roster.let_in(node, now)
 
     def _yield_to(self, view: View) -> None:
-        """Another view follows the one before ours, for somebody's disk was set back: join it, like any newcomer."""
+        """Another view follows the predecessor of this one, because a disk was restored from a backup: join it as a
+        newcomer."""
         self._give_up(
             f"{', '.join(m.name for m in view.members)} went on without us from the view before this one, as happens "
             "when a node's state is set back to an earlier day: what was done here since is given up, and we join them"
         )
 
     def _follow_branch(self) -> None:
-        """Where any side may go on and ours cannot, since it has no vote, join those who went on without us."""
+        """Join the members that went on without this node, if any side may go on and this one cannot, since it has
+        no vote."""
         branch = self.roster.branch(self.view) if self._stance.waits else None
         if branch is not None:
             self._give_up(f"{branch.us.name} went on without us, and we cannot: we join it")
 
     def _give_up(self, reason: str) -> None:
-        """Leave our view, since others go on without us."""
         self.effects += [Over(self.view.epoch, reason), Waiting(reason)]
         self._alone()
 
     def _alone(self) -> None:
-        """Begin a lineage of our own."""
         if (member := self.view.member(self.us.node)) is not None and member.elsewhere(self.us):
             self.effects.append(Waiting(BEGUN_ANEW.format(where=f"{member.name} at {member.address}")))
         self._lives += 1

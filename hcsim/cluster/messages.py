@@ -1,10 +1,11 @@
-"""What nodes tell each other over their control channels.
+"""Messages between nodes on their control connections.
 
-Wishes (to join, to leave, to have a failed view replaced) are part of a node's `Status`, which is repeated with
-every heartbeat: a message that is lost delays a wish and does not lose it.
+Requests to join, to leave, or to replace a failed view are part of a node's `Status`, which is repeated with
+every heartbeat: a lost message delays a request but does not lose it.
 
-These are notices, not requests: nothing waits for a reply to one. What answers another message names it, by a ballot or
-the number of a heartbeat, and what is lost is said again. Only who asks from outside (`Ask`) waits for what it is told.
+Messages are notifications, not calls: no sender waits for a reply. An answer names the message that it answers
+by a ballot or a heartbeat number, and lost messages are repeated. Only a status client (`Ask`) waits for its
+answer.
 """
 
 from __future__ import annotations
@@ -23,43 +24,40 @@ from hcsim.transport.messages import Schema
 
 
 class Status(msgspec.Struct, frozen=True):
-    """How a node stands."""
+    """The status of a node."""
 
     us: Member
     control: str
-    """Where it takes calls about membership."""
+    """The address of its control connections."""
     lineage: str
     epoch: Annotated[int, msgspec.Meta(ge=0, lt=MOST_EPOCHS)]
     size: int
-    """Of its view."""
     formed: bool
     joins: str = ""
-    """The lineage it would like to be in."""
+    """The lineage that it asks to join."""
     leaving: bool = False
     broken: int = -1
-    """The epoch in which its work failed."""
     reason: str = ""
-    """Why it failed."""
     reaches: tuple[str, ...] = ()
-    """The nodes that it has a living connection to."""
+    """The nodes to which it has a live connection."""
     contacts: tuple[str, ...] = ()
-    """Where those take calls about membership, in the same order: who missed an announcement learns of it here."""
+    """The control addresses of those nodes, in the same order, for receivers that missed an announcement."""
 
     past: tuple[tuple[str, int], ...] = ()
-    """Lineages that it has left and remembers, and the epoch that it left each in."""
+    """Lineages that it has left and remembers, with the epoch at which it left each."""
     outcome: str = ""
-    """What came of its work, once all of its view have finished that."""
+    """The outcome of its work, once all members of its view have finished."""
     waits: bool = False
-    """Whether its view had to change, and those who were there could not decide how."""
+    """Whether its view had to change, and the members present could not decide on a successor."""
 
     @property
     def standing(self) -> Standing:
-        """Where its cluster stands among others."""
+        """Return the precedence of its cluster among others."""
         return standing(self.lineage, self.size, formed=self.formed, waits=self.waits)
 
     @property
     def anew(self) -> bool:
-        """Whether it was started anew, and waits for the others of its view."""
+        """Whether it was restarted, and waits for the other members of its view."""
         return self.joins == self.lineage
 
 
@@ -68,11 +66,11 @@ class Hello(msgspec.Struct, frozen=True, tag="hello", omit_defaults=True):
 
     status: Status
     terms: dict[str, str] = {}
-    """What it was started with that all must have alike, where that is not as usual."""
+    """Start options that all members must share, where they differ from the defaults."""
 
 
 class Beat(msgspec.Struct, frozen=True, tag="beat"):
-    """A heartbeat; with number 0, news between two of them."""
+    """A heartbeat; number 0 marks a status update between two heartbeats."""
 
     number: int
     status: Status
@@ -85,7 +83,7 @@ class Echo(msgspec.Struct, frozen=True, tag="echo"):
 
 
 class Decided(msgspec.Struct, frozen=True, tag="decided"):
-    """This view was agreed on."""
+    """This view was decided."""
 
     view: View
 
@@ -97,65 +95,62 @@ class TrustUpdate(msgspec.Struct, frozen=True, tag="trust"):
 
 
 class Qualified(msgspec.Struct, frozen=True, tag="qualified"):
-    """We can work with the members of that lineage, as our checks found: take us in."""
+    """The sender's checks with the members of that lineage passed; it asks to be admitted."""
 
     lineage: str
     boot: int
 
 
 class LastCall(msgspec.Struct, frozen=True, tag="last_call"):
-    """All work of that lineage is done: whoever prepares to join it has to come soon."""
+    """All work of that lineage is done: nodes that prepare to join have to do so soon."""
 
     lineage: str
 
 
 class Goodbye(msgspec.Struct, frozen=True, tag="goodbye"):
-    """We close this channel, for that reason."""
+    """The sender closes this channel, for that reason."""
 
     reason: str
     refused: bool = False
-    """We stay, and do not want to hear from you."""
+    """The sender stays in the cluster and rejects the receiver."""
 
 
 class Ask(msgspec.Struct, frozen=True, tag="ask"):
-    """Instead of a hello: how do you stand? Whoever asks is told, and is no node for that."""
+    """A status query, sent instead of a hello. The client does not become a node by it."""
 
     forget: str = ""
-    """A node that is gone for good, as a person says."""
+    """A node that the user declares gone for good."""
 
 
 class Probe(msgspec.Struct, frozen=True, tag="probe"):
-    """Instead of a hello: we want to measure this line; see `probe` for what follows."""
+    """A request to measure this link, sent instead of a hello; see `probe` for the protocol."""
 
 
 class Link(msgspec.Struct, frozen=True):
-    """How a node is connected to another."""
+    """The connection of a node to another one."""
 
     node: str
     name: str
     control: str
-    """Where the other takes calls."""
     address: str
-    """The other's address that the connection really goes to; empty: there is none."""
+    """The other's address of the present connection; empty if there is none."""
     latency_s: float | None
-    """Round trip of heartbeats, as a moving average."""
+    """The round-trip time of heartbeats, as a moving average."""
     suspected: str
-    """Why it is taken for lost; empty while it is well."""
+    """Why it is suspected; empty if it is healthy."""
     ends: tuple[str, str] = ("", "")
-    """The addresses that what is computed goes between, ours first; empty while nothing does."""
+    """The addresses between which collectives run, this node's first; empty while none do."""
     there_Bps: float | None = None
-    """Bandwidth to the other when it was last measured."""
     back_Bps: float | None = None
 
 
 class Told(msgspec.Struct, frozen=True, tag="told"):
-    """The answer."""
+    """The answer to a status query."""
 
     status: Status
     view: View
     links: tuple[Link, ...]
     interfaces: tuple[Interface, ...]
-    """Of its machine."""
 
 
 Message: TypeAlias = (

@@ -1,6 +1,6 @@
-"""A node of a cluster: the driver that gives the state machines their events and carries out what they say.
+"""A cluster node: the driver that feeds events to the state machines and executes their effects.
 
-It is the `Conductor` of what is computed here: it says with whom, and when that is over.
+It is the `Conductor` of the computation: it determines the members to work with, and when a view has ended.
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ from hcsim.transport.callers import Once, one_line
 from hcsim.transport.reception import CHECK_S, echo_s
 
 _TICK_S = 0.001
-"""A clock that drifts may wake us a little early: then we look again, but not at once."""
+"""A minimum wait: if clock drift wakes the task early, it looks again, but not at once."""
 GONE = "it has gone"
-"""Why a node is not there that has said goodbye."""
+"""The reason for the absence of a node that has said goodbye."""
 EXPELLED = "it was expelled from the cluster"
 _MEASURE_S = 10.0
-"""How long a newcomer may measure its ways to the members before it joins them."""
+"""How long a newcomer may measure its routes to the members before it joins them."""
 QUALIFY_AGAIN_S = 2.0
 QUALIFY_AGAIN_MOST_S = 60.0
-"""How long a machine that cannot join waits before it checks again: at first, and at most."""
+"""The initial and the maximum time that a machine that cannot join waits before it checks again."""
 _REFUSAL_S = 0.1
-"""How long the system of a node whose process has ended may take to say so."""
+"""How long the operating system of a node whose process has ended may take to refuse a connection."""
 _BUSY_S = 0.25
-"""How long a machine that is well may be too busy to answer a check."""
+"""How long a healthy machine may be too busy to answer a check."""
 _LOOKS = 4
-"""Looks at everybody's health per heartbeat."""
+"""The number of health checks of all peers per heartbeat."""
 
 
 class Node:
-    """This machine's part of a cluster."""
+    """A machine's node in a cluster."""
 
     def __init__(
         self,
@@ -78,9 +78,8 @@ class Node:
         self._overs: dict[int, asyncio.Future[str]] = {}
         self._review = asyncio.Event()
         self._waiting: dict[str, None] = {}
-        """What we have said since the last view that we wait for: by turns it may be said of one member and another."""
+        """The waiting messages logged since the last view, since they may alternate between members."""
         self._unsaved = False
-        """Whether our last record could not be written."""
         self._tasks: list[asyncio.Task[None]] = []
         self._failure: BaseException | None = None
         self._record = f"membership-{me.namespace[:16]}" if me.namespace else "membership"
@@ -91,11 +90,12 @@ class Node:
         self._known = self._membership.status
         self._checker: Checker | None = None
         self._disqualified_s = 0.0
-        """How long we wait before we check again whether we can join; longer each time."""
+        """How long to wait before the next check whether this node can join; grows each time."""
         self._last_call = asyncio.Event()
-        """Our work is done, or that of those whom we would like to join: what we wait for has to come soon."""
+        """Set when the work of this node, or of the cluster that it wants to join, is done: joining has to happen
+        soon."""
         self._qualifying: asyncio.Task[None] | None = None
-        """Finds out whether we can join; what was asked before it is of no interest any more."""
+        """The task that checks whether this node can join; a new request replaces it."""
         self._lines = Lines(host, self)
         self._ways = Ways(host, me.node, self._control_of)
         announcement = Announcement(me.node, me.name, me.namespace, me.boot, me.control)
@@ -103,7 +103,6 @@ class Node:
         self._figures = Figures(host, self._membership, self._lines, self._discovery, self._pulses, self._ways)
 
     async def start(self) -> None:
-        """Take calls, and look for the others."""
         listener = await self._host.listen(self._me.control)
         self._membership.started(self._now())
         self._carry_out()
@@ -120,7 +119,6 @@ class Node:
             self._tasks[-1].add_done_callback(self._ended)
 
     async def stop(self, reason: str = "it was stopped") -> None:
-        """Be no node any more."""
         if self._trusted is not None and self._trust_changed in self._trusted.on_change:
             self._trusted.on_change.remove(self._trust_changed)
         for task in self._tasks:
@@ -134,21 +132,20 @@ class Node:
 
     @property
     def us(self) -> Member:
-        """This node, in this life."""
         return self._us
 
     @property
     def identified(self) -> bool:
-        """In a cluster with a secret they do."""
+        """Return whether the cluster has a secret."""
         return bool(self._me.namespace)
 
     @property
     def ways(self) -> Ways | None:
-        """What is known of the ways to the others, unless nothing is to be measured."""
         return None if self._config.measure == "nothing" else self._ways
 
     async def view(self, after: int, outcome: str = "") -> View | None:
-        """See `Conductor.view`. One that was left out waits for those who go on, also where it might work alone."""
+        """See `Conductor.view`. A node that was excluded waits for the members that continue, even if it could work
+        alone."""
         membership = self._membership
         while True:
             if self._failure is not None:
@@ -165,22 +162,20 @@ class Node:
             await self._news.next()
 
     def over(self, epoch: int) -> asyncio.Future[str]:
-        """Done once the view of that epoch cannot work any more."""
         if epoch not in self._overs:
             self._overs[epoch] = asyncio.get_running_loop().create_future()
         return self._overs[epoch]
 
     def superseded(self, epoch: int) -> bool:
-        """Whether a later view is known."""
         return self._membership.view.epoch > epoch
 
     def preparing(self, epoch: int) -> bool:
-        """Whether a machine in sight is still preparing to join that epoch's view, after the last step, or we alone
-        another one.
+        """With all steps done, return whether a visible machine is still preparing to join that epoch's view, or
+        whether this node, alone, is preparing to join another.
 
-        Those in quarantine may try too: there is no step left that they could keep from being done. Whoever fails has
-        the rest of its time before it, which is waited for if it ends soon. For the same reason we ourselves try again
-        soon, and tell those who prepare to do so."""
+        Nodes in quarantine may try too, since no step is left for them to block. A node that fails serves the
+        rest of its quarantine; it is waited for if that ends soon. For the same reason this node itself tries
+        again soon, and sends a last call to nodes that are preparing."""
         membership, now = self._membership, self._now()
         membership.roster.release(now)
         self._last_call.set()
@@ -192,29 +187,24 @@ class Node:
         return membership.asks or bool(preparing)
 
     def will_be_let_in(self, epoch: int) -> bool:
-        """Whether we are alone in that epoch's view and a cluster in sight will let us in."""
         ended = self.superseded(epoch) or self.over(epoch).done()
         return not ended and self._membership.will_be_let_in
 
     def surveyed(self, epoch: int) -> None:
-        """See `Conductor.surveyed`."""
         self._membership.surveyed(epoch)
 
     def broken(self, epoch: int, failure: Failure) -> None:
-        """Our work in that view failed."""
         self._membership.broken(epoch, failure, self._now())
         self._carry_out()
 
     def check_with(self, check: Checker | None) -> None:
-        """See by this whether this machine can work with others."""
         self._checker = check
 
     def finish(self, outcome: str) -> None:
-        """The others hear of it when we leave, which is at once."""
+        """Record the outcome; the others are told by `leave`, which follows at once."""
         self._membership.outcome = outcome
 
     async def leave(self) -> None:
-        """Be in no further view; returns when the others know, or after a deadline."""
         self._membership.leave(self._now())
         self._carry_out()
         try:
@@ -227,15 +217,13 @@ class Node:
     # What happens on the lines.
 
     def status(self) -> Status:
-        """How we stand."""
         return self._membership.status
 
     def hello(self) -> Hello:
-        """How we stand, and what we were started with."""
         return Hello(self._membership.status, self._terms)
 
     def asked(self, ask: Ask) -> Told:
-        """How we stand, and how we are connected; first, who is gone for good."""
+        """Record a node that is gone for good, if one is named; then return the status and connections of this node."""
         if ask.forget:
             member = self._membership.view.member(ask.forget)
             self._tell(f"{member.name if member else ask.forget} is gone for good, as somebody says")
@@ -261,7 +249,6 @@ class Node:
         return Told(membership.status, membership.view, tuple(links), self._host.interfaces())
 
     def up(self, hello: Hello) -> None:
-        """There is a line to a node."""
         status, now = hello.status, self._now()
         node = status.us.node
         self._terms_of[node] = hello.terms
@@ -275,17 +262,17 @@ class Node:
         self._carry_out()
 
     async def probed(self, channel: Channel) -> None:
-        """Somebody measures the line to us."""
         await self._ways.answer(channel)
 
     def _meet(self, status: Status) -> None:
-        """Call those whom a node reaches and we do not."""
+        """Dial the nodes that another node reaches and this one does not."""
         for node, control in zip(status.reaches, status.contacts, strict=False):
             if node != self._us.node and not self._on_line(node) and not self._is_expelled(node):
                 self._discovery.learn(node, control)
 
     def down(self, node: str, goodbye: Goodbye | None) -> None:
-        """The line to a node has ended: it has gone, or has to be called again, though not soon if it refused us."""
+        """The connection to a node has closed: the node has left, or has to be dialled again, but not soon if it
+        rejected this node."""
         if self._is_expelled(node):
             self._leave_out_expelled()
         elif goodbye is not None:
@@ -299,7 +286,6 @@ class Node:
             self._host.spawn(self._call_again(node, pause_s), name="call again")
 
     def said(self, node: str, message: Message) -> None:
-        """A node said something."""
         if self._is_expelled(node):
             return  # the channel to it ends
         now, pulse = self._now(), self._pulses[node]
@@ -325,7 +311,6 @@ class Node:
         self._carry_out()
 
     def told(self, what: str) -> None:
-        """Something that a person might like to know."""
         self._host.trace("cluster", what)
         self._tell_once(what)
 
@@ -342,7 +327,7 @@ class Node:
                 self.told(str(error))
 
     def _trust_changed(self) -> None:
-        """Tell the other members, and be without those that are members no more."""
+        """Send the list to the other members, and exclude expelled nodes."""
         assert self._trusted is not None
         update = TrustUpdate(self._trusted.record)
         for node in self._lines.nodes:
@@ -351,7 +336,7 @@ class Node:
         self._leave_out_expelled()
 
     def _leave_out_expelled(self) -> None:
-        """Nobody waits for their word any more."""
+        """Mark expelled nodes as lost, so that views exclude them and no proposal waits for their votes."""
         assert self._trusted is not None
         for node in self._trusted.list.expelled:
             if (peer := self._membership.roster.peers.get(node)) is not None and peer.suspected != EXPELLED:
@@ -378,7 +363,7 @@ class Node:
                 self._look()
 
     def _look(self) -> None:
-        """Suspect those who are silent, though not where it was we who stood still."""
+        """Suspect silent peers, unless this process itself was suspended."""
         now = self._now()
         if away_s := self._watch.away_s(now):
             self._host.trace("stood still", away_s)
@@ -404,9 +389,9 @@ class Node:
                 self._carry_out()
 
     async def _call_again(self, node: str, pause_s: float) -> None:
-        """A line broke: call once more, and take a refusal for an answer.
+        """Dial again after a broken connection, and take a refusal as proof that the process has ended.
 
-        Where only the process has ended, its system refuses at once, and the others need not wait for a heartbeat."""
+        In that case the operating system refuses at once, and the others need not wait for a missed heartbeat."""
         peer = self._membership.roster.peers[node]
         await self._host.clock.sleep(pause_s)
         for timeout_s in (min(_REFUSAL_S, self._beat.interval_s), self._beat.interval_s):
@@ -451,7 +436,6 @@ class Node:
         self._news.tell()
 
     async def _check(self, view: View, asked: Check) -> None:
-        """Find out which members of a view that failed cannot be worked with."""
         others = [member for member in view.members if member.node != self._us.node]
         wrong = await self._wrong_with(others, slow=asked.slow)
         accusations = [Accusation(node, reason) for node, reason in wrong.items()]
@@ -461,7 +445,8 @@ class Node:
         self._carry_out()
 
     async def _qualify(self, asked: Qualify) -> None:
-        """See whether we can work with members, and measure the ways to them, while they go on without us."""
+        """Check whether this node can work with the members, and measure the routes to them, while they continue
+        without it."""
         membership, passed = self._membership, dict[str, None]()
         await self._host.clock.sleep(self._config.settle_s)  # they may be taking us in as the last one they wait for
         while nodes := [node for node in membership.to_qualify_with(asked.lineage) if node not in passed]:
@@ -486,7 +471,7 @@ class Node:
         self._carry_out()
 
     async def _pause_before_trying_again(self) -> None:
-        """Longer each time, unless all work is done."""
+        """Wait, longer each time unless all work is done."""
         self._disqualified_s = min(2 * self._disqualified_s or QUALIFY_AGAIN_S, QUALIFY_AGAIN_MOST_S)
         with suppress(TimeoutError):
             async with self._host.clock.timeout(self._disqualified_s):
@@ -494,9 +479,10 @@ class Node:
                 await self._host.clock.sleep(QUALIFY_AGAIN_S)
 
     async def _wrong_with(self, members: Sequence[Member], *, slow: bool = False) -> dict[str, str]:
-        """What is wrong with our machine and with these, by node; nothing where it is well or cannot be seen.
+        """Return what is wrong with this machine and with these members, by node; no entry for one that is healthy
+        or cannot be checked.
 
-        If steps are slow, members are to answer as soon as what was measured on the ways to them promises."""
+        If steps are slow, members have to answer within the time that the measured routes to them predict."""
         if self._checker is None:
             return {}
         lines = [self._ways.line(member) if slow else None for member in members]
@@ -510,9 +496,10 @@ class Node:
         return {node: why for node, why in wrong.items() if why}
 
     async def _wrong_with_disk(self) -> str:
-        """Why members could not count on our vote: a machine that has none, or gives it late, makes a quorum larger.
+        """Return why the other members could not count on this node's vote: a machine without a vote, or with a late
+        one, only enlarges the quorum.
 
-        Where any side may go on, no vote is counted on; a slow disk keeps heartbeats waiting all the same."""
+        If any side may go on, votes are not counted on, but a slow disk delays heartbeats nevertheless."""
         began_s = self._now()
         try:
             self._membership.write()
@@ -537,7 +524,7 @@ class Node:
         self._news.tell()
 
     def _compare_terms(self, view: View) -> None:
-        """Whoever was started otherwise than the leader ends, and the leader says why."""
+        """Compare start options: a node that differs from the leader ends, and the leader logs the reason."""
         if view.rank(self._us) is None:
             return
         for member in view.members if view.leader == self._us else (view.leader,):
@@ -550,13 +537,14 @@ class Node:
                 self._membership.broken(view.epoch, f"{self._us.name} was started otherwise", self._now())
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        """Without any of its tasks a node is none: whoever asks it for a view hears why."""
+        """Stop the node if one of its tasks has ended: callers that ask for a view get the reason."""
         if not task.cancelled() and task.exception() is not None:
             self._failure = task.exception()
             self._news.tell()
 
     def _is_over(self, over: Over) -> None:
-        """Work may be a view behind, in a step of the one before: who is lost will do no part of that either."""
+        """Fail the views up to that epoch: work may still be in a step of the previous view, and a lost member takes
+        no part in that either."""
         self.over(over.epoch)
         for epoch, future in self._overs.items():
             if epoch <= over.epoch and not future.done():

@@ -1,24 +1,25 @@
-"""How fast a machine computes, and how fast a connection carries.
+"""Measurement of a machine's speed and of the latency and bandwidth of a connection.
 
-A machine is timed on a product of matrices and on a sum of vectors, often enough for the clock's grain not to matter.
+A machine is timed on a product of matrices and on a sum of vectors, repeated until the clock's resolution does
+not matter.
 
-A connection is timed by the shortest of a few round trips, and by a burst of frames in each direction. Who receives a
-burst takes the time of its second half, from frame to frame: by then TCP's window is open, and no round trip is
-part of it. Bursts grow until that half takes a while.
+A connection is timed by the shortest of a few round trips, and by a burst of frames in each direction. The
+receiver of a burst measures the time of its second half, from frame to frame: by then TCP's window is open, and
+the time includes no round trip. Bursts grow until that half takes long enough.
 
-While two nodes measure the line between them, neither measures another one: each node has one turn, and who measures
-holds both. To hold one and wait for another could go on for ever in a circle, so turns are taken in the order of names.
-Pairs without a node in common may still share an access point or an internet line: let nodes survey one after the other
-where that matters.
+While two nodes measure the link between them, neither measures another one: each node has one lock, and a
+measurement holds both. Locks are taken in the order of node names to avoid deadlock. Pairs without a common
+node may still share an access point or an internet link: let nodes survey one after the other where that
+matters.
 
-`Ways` are what a node knows of its ways to the others, and which one it dials. A machine with several interfaces is at
-several addresses. Of two members of a view, the one that will dial the other measures its ways to all of the other's
-addresses, once: quickly, over the port for control, and tells the other what it found. It is measured again when one of
-the two was started anew, or when their connection has failed.
+`Ways` holds what a node knows of its routes to the others, and which one it dials. A machine with several
+interfaces has several addresses. Of two members of a view, the one that will dial the other measures its routes
+to all of the other's addresses, once: quickly, over the control port. It sends the results to the other. The
+measurement is repeated when one of the two was restarted, or when their connection has failed.
 
-Addresses come in their owner's order, the fastest medium first. One that did not answer is dialled last, and one
-that was measured to be clearly slower than another is dialled after those that were not. Which way is taken changes
-how long things take, and never what is computed.
+Addresses are in their owner's order, the fastest medium first. One that did not answer is dialled last, and one
+that was measured to be clearly slower than another is dialled after those that were not. The choice of the
+route changes how long operations take, and never their results.
 """
 
 from __future__ import annotations
@@ -46,13 +47,14 @@ LARGEST_FRAME_BYTES = 512 * KIB
 MOST_FRAMES = 256
 LONG_ENOUGH_S = 0.02
 REPEATS = 3
-"""Of which the median counts: where the air closes for a moment, one burst takes long, or arrives all at once."""
+"""The median of this many bursts counts: on a wireless link that stalls for a moment, one burst may take
+long, or arrive all at once."""
 MESSAGE_BYTES = 256
 CONNECT_TIMEOUT_S = 2.0
-"""An address that is not reachable from here often does not even say no."""
+"""The timeout for addresses; an unreachable one often does not even refuse."""
 PROBE_TIMEOUT_S = 30.0
 TURN_TIMEOUT_S = 120.0
-"""How long one waits for a turn."""
+"""The timeout for another node's measurement lock."""
 
 _MATRIX = 1024
 _VECTOR = 4 * 2**20
@@ -62,59 +64,59 @@ _MOST_REPEATS = 1024
 
 Seconds: TypeAlias = Annotated[float, msgspec.Meta(ge=0)]
 Rate: TypeAlias = Annotated[float, msgspec.Meta(gt=0)]
-"""As a peer says it: neither NaN nor negative."""
+"""A rate from a peer: neither NaN nor negative."""
 
 
 class Pace(msgspec.Struct, frozen=True):
-    """How much a measurement of a line may send, and how long it may take."""
+    """Limits of the bytes and the time of a link measurement."""
 
     bursts: tuple[tuple[int, int], ...]
-    """Frames, and bytes of each: the first burst, and what follows as long as the half of one took no time."""
+    """Frames, and bytes per frame: the first burst, and the following ones while the measured half takes too
+    little time."""
     long_enough_s: float
     repeat_for_s: float
-    """After so long a burst is not repeated any more."""
     pings: int
     silence_s: float
-    """How long who has a turn may say nothing before the next gets it."""
+    """How long a peer that holds the lock may be silent before it is released."""
 
 
 THOROUGH = Pace(((16, 256 * KIB), (64, 256 * KIB), (256, 256 * KIB)), LONG_ENOUGH_S, inf, 7, TURN_TIMEOUT_S)
-"""To know a line to the percent."""
+"""Measures a link to within a percent."""
 QUICK = Pace((*((8, size * KIB) for size in (2, 8, 32, 128, 512)), (64, 512 * KIB)), LONG_ENOUGH_S / 2, 0.3, 4, 3.0)
-"""While others wait: a tenth of a second in each direction of a cable, and 16 KiB of a line that is slow."""
+"""For measurements while others wait: a tenth of a second in each direction of a cable, and 16 KiB on a slow
+link."""
 
 
 class Speed(msgspec.Struct, frozen=True):
-    """What a machine really reaches."""
+    """The measured speed of a machine."""
 
     flops: float
     """Floating-point operations per second, in a product of float32 matrices."""
     memory_Bps: float
-    """Bytes read and written per second, in a sum of vectors."""
 
 
 class Line(msgspec.Struct, frozen=True):
-    """What a connection really carries."""
+    """The measured performance of a connection."""
 
     latency_s: Seconds
-    """One way, at best."""
+    """The minimum one-way latency."""
     there_Bps: Rate
-    """From who called to who was called."""
+    """Bandwidth from the caller to the callee."""
     back_Bps: Rate
 
 
 class Turn(msgspec.Struct, frozen=True, tag=True):
-    """The caller wants the callee's turn, and gets an empty answer when it has it."""
+    """The caller requests the callee's measurement lock, and gets an empty answer once it has it."""
 
     caller: str = ""
 
 
 class Ping(msgspec.Struct, frozen=True, tag=True):
-    """Wants another one for an answer."""
+    """Is answered with another ping."""
 
 
 class Burst(msgspec.Struct, frozen=True, tag=True):
-    """So many frames follow, or (`back`) are to be sent; who receives them says how fast they came."""
+    """Announces this many frames, or (`back`) requests them; their receiver reports the time."""
 
     frames: Annotated[int, msgspec.Meta(ge=2, le=MOST_FRAMES)]
     frame_bytes: Annotated[int, msgspec.Meta(ge=1, le=LARGEST_FRAME_BYTES)]
@@ -122,13 +124,13 @@ class Burst(msgspec.Struct, frozen=True, tag=True):
 
 
 class Took(msgspec.Struct, frozen=True, tag=True):
-    """How long the second half of a burst took."""
+    """The time of the second half of a burst."""
 
     seconds: Seconds
 
 
 class Found(msgspec.Struct, frozen=True, tag=True):
-    """The end: what the caller has measured, for the callee to know too."""
+    """The end: sends the caller's results to the callee."""
 
     line: Line
 
@@ -138,7 +140,6 @@ SCHEMA: Schema[Message] = Schema(Message, "does not measure as we do")
 
 
 async def measure_speed(host: Host) -> Speed:
-    """How fast this host's device computes and moves memory."""
     product = Work(2.0 * _MATRIX**3, 3.0 * _FLOAT_BYTES * _MATRIX**2)
     total = Work(1.0 * _VECTOR, 3.0 * _FLOAT_BYTES * _VECTOR)
     product_s = await _seconds_each(host, "matmul", _MATRIX, product)
@@ -162,7 +163,7 @@ async def _seconds_each(host: Host, kind: Literal["matmul", "axpy"], size: int, 
 
 
 class Prober:
-    """Measures the lines between this host and others, which have one of these too."""
+    """Measures the links between this host and others, which run a prober too."""
 
     def __init__(self, host: Host, name: str, pace: Pace = THOROUGH) -> None:
         self._host = host
@@ -172,11 +173,10 @@ class Prober:
         self._callers = Callers(host)
 
     async def serve(self, listener: Listener) -> None:
-        """Let others measure; never returns."""
         await self._callers.accept(listener, self._called_by)
 
     async def measure(self, name: str, address: str) -> Line | None:
-        """The line to the node of that name at one of its addresses; None where nobody answers there."""
+        """Measure the link to the node of that name at one of its addresses; return None if there is no answer."""
         try:
             channel = await self._host.connect(address, timeout_s=CONNECT_TIMEOUT_S)
         except (ChannelError, DeadlineExceeded):
@@ -184,7 +184,7 @@ class Prober:
         return await self.over(channel, name)
 
     async def over(self, channel: Channel, name: str) -> Line | None:
-        """The line to the node of that name, which answers on this channel; None where it did not to the end."""
+        """Measure the link to the node of that name over this channel; return None if it did not answer to the end."""
         try:
             if self._name < name:
                 async with self._turn:
@@ -202,7 +202,8 @@ class Prober:
             await channel.close()
 
     async def answer(self, channel: Channel, known: Callable[[], None] = lambda: None) -> tuple[str, Line] | None:
-        """Let whoever called measure, and say who it was and what it found; `known` is called when it has begun."""
+        """Serve a caller's measurement, and return the caller's name and results; `known` is called when it has
+        begun."""
         try:
             turn = await self._greeting(channel, known)
             if isinstance(turn, Turn):
@@ -288,7 +289,7 @@ class Prober:
         return None
 
     async def _receive_burst(self, channel: Channel, frames: int, frame_bytes: int) -> float:
-        """Seconds that the second half took."""
+        """Return the seconds that the second half took."""
         channel.limit(frame_bytes)
         room = memoryview(bytearray(frame_bytes))
         middle_s = self._host.clock.elapsed()
@@ -309,41 +310,40 @@ async def _send_burst(channel: Channel, frames: int, frame_bytes: int) -> None:
 
 
 AS_FAST = 0.8
-"""A way that reaches this share of the fastest one's bandwidth is not clearly slower."""
+"""A route with at least this share of the fastest one's bandwidth is not clearly slower."""
 CALL_TIMEOUT_S = 1.0
-"""How long an address may take to answer before it is taken for one that does not."""
+"""How long an address may take to answer before it counts as unreachable."""
 
 
 class Way(msgspec.Struct, frozen=True):
-    """A way to a node, with what was measured on it."""
+    """A route to a node, with its measurements."""
 
     host: str
-    """The address that leads there, without a port."""
     line: Line
 
     @property
     def bandwidth_Bps(self) -> float:
-        """Of its slower direction."""
+        """Return the bandwidth of the slower direction."""
         return min(self.line.there_Bps, self.line.back_Bps)
 
 
 class Ways:
-    """This node's ways to the others."""
+    """This node's routes to the others."""
 
     def __init__(self, host: Host, us: str, control: Callable[[str], str]) -> None:
         self._host = host
         self._prober = Prober(host, us, QUICK)
         self._control = control
-        """Where a node takes calls about membership; empty where nobody knows."""
+        """Returns the control address of a node; empty if it is unknown."""
         self._found: dict[tuple[str, int], tuple[Way, ...]] = {}
-        """By node and boot: ways that answered, the one to dial first."""
+        """By node and boot: routes that answered, the one to dial first."""
         self._heard: dict[str, tuple[Way, ...]] = {}
-        """By node: what it has measured on its ways to us, as seen from here; their hosts are ours."""
+        """By node: the peer's measurements of its routes to this node, seen from here; their hosts are this node's."""
         self.in_use: Callable[[], Mapping[str, tuple[str, str]]] = dict
-        """By node: the two addresses that what is computed goes between at the moment."""
+        """By node: the two addresses between which collectives run at the moment."""
 
     async def measure(self, members: Sequence[Member]) -> None:
-        """Measure what is not known yet of the ways to these, one after the other."""
+        """Measure the unknown routes to these members, one after the other."""
         unknown = [member for member in members if (member.node, member.boot) not in self._found]
         places = [(member, *place) for member in unknown for place in _places(self._control(member.node))]
         channels: list[Channel] = []
@@ -369,7 +369,6 @@ class Ways:
             self._found[member.node, member.boot] = _by_choice(ways)
 
     async def answer(self, channel: Channel) -> None:
-        """Somebody wants to measure its way to us."""
         heard = await self._prober.answer(channel)
         if heard is not None:
             node, line = heard
@@ -379,32 +378,33 @@ class Ways:
                 self._heard[node] = _by_choice([ours, *others])
 
     def forget(self, node: str) -> None:
-        """What is between us may have changed."""
+        """Discard the measurements of a node, since the connection may have changed."""
         for known in [known for known in self._found if known[0] == node]:
             del self._found[known]
         self._heard.pop(node, None)
 
     def dialled(self, member: Member) -> Line | None:
-        """What was measured on the way that we dial to a member."""
+        """Return the measurement of the route that this node dials to a member."""
         ways = self._found.get((member.node, member.boot))
         return ways[0].line if ways else None
 
     def line(self, member: Member) -> Line | None:
-        """What was measured between us, whoever did it, on the way that is or would be taken."""
+        """Return the measurement of the route in use, or the one that would be used, whichever side measured it."""
         ours, theirs = self.in_use().get(member.node, ("", ""))
         found, heard = self._found.get((member.node, member.boot), ()), self._heard.get(member.node, ())
         used = [way for way in found if way.host == theirs] + [way for way in heard if way.host == ours]
         return next((way.line for way in (*used, *found, *heard)), None)
 
     def address(self, member: Member) -> str:
-        """What to dial for what is computed: the member's address, the best place first."""
+        """Return the address to dial for collectives: the member's address, best host first."""
         reached = [way.host for way in self._found.get((member.node, member.boot), ())]
         hosts, port = hosts_of(member.address)
         first = [host for host in reached if host in hosts]
         return address_at([*first, *(host for host in hosts if host not in first)], port) if first else member.address
 
     async def _call(self, address: str, channels: list[Channel]) -> Channel | None:
-        """A channel on which a measurement can begin, also into the list of those to be closed; None: no answer."""
+        """Open a channel for a measurement and add it to the list of channels to close; return None if there is no
+        answer."""
         try:
             channel = await self._host.connect(address, timeout_s=CALL_TIMEOUT_S)
             channels.append(channel)
@@ -415,8 +415,8 @@ class Ways:
 
 
 def _places(address: str) -> list[tuple[str, str]]:
-    """Each of a machine's hosts, and the address for it alone. Those of IPv6 lead to the same interfaces as those of
-    IPv4, if there are such: one measurement is enough."""
+    """Return each of a machine's hosts with an address for it alone. IPv6 hosts lead to the same interfaces as
+    IPv4 hosts, so they are omitted if there are IPv4 hosts."""
     if not address:
         return []
     hosts, port = hosts_of(address)
@@ -424,6 +424,6 @@ def _places(address: str) -> list[tuple[str, str]]:
 
 
 def _by_choice(ways: Sequence[Way]) -> tuple[Way, ...]:
-    """The first that is not clearly slower than another, then the rest as they were."""
+    """Return the routes, with those that are clearly slower than the fastest moved to the end."""
     enough_Bps = AS_FAST * max(way.bandwidth_Bps for way in ways)
     return tuple(sorted(ways, key=lambda way: way.bandwidth_Bps < enough_Bps))

@@ -1,26 +1,29 @@
-"""When and how a node has the view change: where it stands, which view should come next, and its proposals.
+"""View-change policy and proposer: when a view should change, which view comes next, and the proposals of one
+node.
 
-A view changes for one of these reasons, the first that there is:
+A view changes for one of these reasons, the first that applies:
 
-    work failed in it (a broken link, a stuck peer)                   → the same members, a new epoch; without those
-                                                                        that keep it from working (see `diagnosis`)
-    a member is suspected, was started anew, or follows another view  → it is left out (and may ask again)
-    a member would like to leave                                      → a view without it after the step under way
-    a better cluster is near                                          → an empty view: all members ask there
-    somebody would like to join                                       → a view with it after the step under way
-    any may go on, and nobody is left to ask                          → the same members, and work begins again
+    work failed in it (a broken link, a stuck peer)                  → the same members, a new epoch; without those
+                                                                       that keep it from working (see `diagnosis`)
+    a member is suspected, was restarted, or follows another view    → it is excluded (and may ask again)
+    a member wants to leave                                          → a view without it after the current step
+    a cluster with precedence is near                                → an empty view: all members ask there
+    a node wants to join                                             → a view with it after the current step
+    any side may go on, and no other is left to ask                  → the same members, and work begins again
 
-Where any side of a split may go on, this holds: who see each other end with the same parameters, and sides out of each
-other's sight each with their own. So the lesser side is given up (`View.standing`), where the other one can take its
-members in: not while that is still in the view that ours branched from, whose size counts us, nor while it cannot
-decide anything. A side that cannot decide joins those that went on without it. A lone machine that asks a cluster does
-not end before it is let in or that cluster is gone, unless they cannot work with each other.
+If any side of a split may go on, connected nodes end with the same parameters, and sides that do not see each
+other each with their own. So the side with lower precedence is given up (`View.standing`), if the other can
+admit its members. It is not given up while the other is still in the view that this one branched from, whose
+size counts this side, nor while the other cannot decide anything. A side that cannot decide joins the members
+that went on without it. A lone machine that asks a cluster does not end before it is admitted or that cluster
+is gone, unless they cannot work with each other.
 
-A node proposes one view at a time, from the first question to the decision. Members of the next view are those that
-answer the proposal and reach each other: two that do not cannot compute together, and the junior one stays out. Where
-another cluster goes before ours, the next view is empty.
+A node proposes one view at a time, from the first request to the decision. Members of the next view are those
+that answer the proposal and reach each other: two that do not cannot compute together, and the junior one stays
+out. If another cluster has precedence, the next view is empty.
 
-Pure: what a proposer says goes out through `send`, which also brings our own answers back at once.
+This module does no I/O: messages of a proposer go out through `send`, which also returns this node's own
+answers at once.
 """
 
 from __future__ import annotations
@@ -39,37 +42,36 @@ from hcsim.cluster.view import ASTRAY_S, PATIENCE_S, Member, Quorum, Rules, View
 
 
 class Need(msgspec.Struct):
-    """What a look at the view found."""
+    """The result of examining a view: whether it should change."""
 
     reason: str = ""
-    """Why it should change; empty: it need not."""
+    """Why the view should change; empty if it need not."""
     delay_s: float = 0.0
-    """How long that can wait."""
     look_at_s: float | None = None
-    """When to look again, whatever happens."""
+    """When to examine the view again, whatever happens."""
     waiting: str = ""
-    """What a person should know meanwhile."""
+    """What to tell the user meanwhile."""
 
     def look_again(self, at_s: float) -> None:
-        """Look again then, or earlier."""
+        """Examine the view again at that time, or earlier."""
         self.look_at_s = at_s if self.look_at_s is None else min(self.look_at_s, at_s)
 
 
 class Stance:
-    """One node's wishes and troubles."""
+    """The view-change policy of one node: its requests and failures, and what follows for its view."""
 
     def __init__(self, us: Member, rules: Rules, roster: Roster, diagnosis: Diagnosis) -> None:
         self.leaving = False
         self.broken = -1
-        """The epoch in which our work failed."""
+        """The epoch in which this node's work failed."""
         self.reason = ""
-        """Why it failed."""
         self.waits = False
-        """Whether our view had to change when we last tried, and those who were there could not decide how."""
+        """Whether the view had to change at the last attempt, and the members present could not decide on a
+        successor."""
         self.begun = False
-        """Whether we have been in a view that might work, in this life."""
+        """Whether this node has been in a view that may work, since it started."""
         self._deserted_since_s: float | None = None
-        """Since when there is nobody in sight in such a view, nor are we."""
+        """Since when no visible node is in such a view, nor is this one."""
         self._us = us
         self._rules = rules
         self._roster = roster
@@ -77,7 +79,6 @@ class Stance:
         self._asking_since_s: float | None = None
 
     def joins(self, view: View) -> str:
-        """The lineage that we would like to be in."""
         if self.leaving:
             return ""
         if view.rank(self._us) is None:
@@ -86,24 +87,24 @@ class Stance:
         return "" if better is None else better.lineage
 
     def better(self, view: View) -> Status | None:
-        """The cluster in sight that ours should give way to: not one that cannot change, if we may go on without it."""
+        """Return the visible cluster to which this one should give way. One that cannot change does not count if
+        this node may go on without it."""
         better = self._roster.better(view, waits=self.waits)
         vain = better is not None and better.waits and self.begun and self._rules.quorum == "any"
         return None if vain else better
 
     def fail(self, view: View, reason: str) -> bool:
-        """Our work failed in the view; whether that is news."""
+        """Record that this node's work failed in the view; return whether that is news."""
         news = self.broken < view.epoch
         if news:
             self.broken, self.reason = view.epoch, reason
         return news
 
     def failure(self, view: View) -> str:
-        """Why work failed in the view, if it did for us or for another member."""
+        """Return why work failed in the view, for this node or another member; empty if it did not."""
         return self.reason if self.broken == view.epoch else self._roster.complaint(view)
 
     def need(self, view: View, joins: str, now: float) -> Need:
-        """Whether the view should change."""
         need = Need()
         if len(view.members) == 1 and joins not in ("", view.lineage):
             self._ask(view, need, now)
@@ -126,7 +127,7 @@ class Stance:
         return need
 
     def _ask(self, view: View, need: Need, now: float) -> None:
-        """We would like to be in a cluster, and depend on it; a person should know if that takes long."""
+        """Ask a cluster to admit this node; tell the user if that takes long."""
         better = self.better(view)
         if self._asking_since_s is None:
             self._asking_since_s = now
@@ -136,7 +137,7 @@ class Stance:
             need.waiting = f"waiting to be taken in by the cluster of {better.us.name}"
 
     def _complaint_about(self, member: Member, need: Need, now: float) -> str:
-        """Why a member cannot stay as it is."""
+        """Return why a member cannot stay as it is."""
         if member.node == self._us.node:
             return "" if member == self._us else f"{member.name} was started anew"
         peer = self._roster.peers.get(member.node)
@@ -153,7 +154,7 @@ class Stance:
         return ""
 
     def _departure(self, view: View) -> str:
-        """Why we, or all of us, should be elsewhere."""
+        """Return why this node, or all members, should leave the view."""
         if len(view.members) == 1:
             return ""
         if self.leaving:
@@ -161,12 +162,12 @@ class Stance:
         return "" if self.better(view) is None else "a cluster that goes before ours is near"
 
     def needed(self, now: float) -> int:
-        """How many members work begins with, as we see it now."""
+        """Return the number of members with which work begins, as it applies now."""
         return 1 if self._is_deserted(now) else self._rules.needed
 
     def _desertion(self, view: View, need: Need, now: float) -> str:
-        """Whether to go on with who is here: where any side may, one that was left out may too, once it sees no cluster
-        that it could ask."""
+        """Return why to go on with the members present, if any side may go on: an excluded node may too, once it
+        sees no cluster that it could ask."""
         if self._rules.quorum != "any" or view.formed or not self.begun or self._roster.any_formed():
             self._deserted_since_s = None
         elif self._deserted_since_s is None:
@@ -182,31 +183,29 @@ class Stance:
 
 
 class Situation(msgspec.Struct, frozen=True):
-    """What the proposer knows."""
+    """The input for choosing the next view."""
 
     promises: Mapping[str, Promise]
-    """Who answered, by node; only those that are well."""
+    """The promises of healthy members, by node."""
     abstained: Mapping[str, Abstained]
-    """Who answered without a vote."""
+    """The answers without a vote, by node."""
     joiners: tuple[Member, ...]
     leavers: tuple[str, ...]
     reaches: Mapping[str, tuple[str, ...]]
-    """Who has a living connection to whom."""
     epochs: Mapping[str, int]
-    """How far each node has come, in whatever lineage."""
+    """The latest epoch of each node, in any lineage."""
     failed: str
-    """Why work failed in the view, if it did."""
     culprits: Mapping[str, str]
-    """Members that kept it from working, and how."""
+    """Members that kept it from working, with reasons."""
     needed: int
     quorum: Quorum
 
 
 def successor(view: View, now: Situation, proposer: Member) -> View | None:
-    """The next view; None where nothing would change.
+    """Return the next view; None if nothing would change.
 
-    Members keep their order, so ranks are stable and seniority holds; newcomers follow by node id. Two that do not
-    reach each other cannot compute together: the later one stays out."""
+    Members keep their order, so ranks are stable and seniority holds; newcomers follow by node id. Two that
+    do not reach each other cannot compute together: the later one stays out."""
     answers: Mapping[str, Promise | Abstained] = {**now.promises, **now.abstained}
     stay = [m for m in view.members if m.node in answers and answers[m.node].us == m]
     anew = [answer.us for answer in answers.values() if answer.us not in stay]
@@ -235,21 +234,23 @@ def successor(view: View, now: Situation, proposer: Member) -> View | None:
 
 
 def dissolved(view: View, reason: str) -> View:
-    """The end of a lineage: its members are free to join another."""
+    """Return the end of a lineage, an empty view: its members are free to join another."""
     return View(view.lineage, view.epoch + 1, (), view.epoch, reason=reason)
 
 
 def lineage_of(view: View, deciders: list[str], rule: Quorum, epoch: int, proposer: Member) -> str:
-    """The same line, unless two sides may go on at once: then each has its own."""
+    """Return the lineage of the next view: the same, unless two sides may go on at once, in which case each has
+    its own."""
     if rule != "any" or enough(view, deciders, "tiebreak"):
         return view.lineage
     return branch(view, epoch, proposer)
 
 
 def orphaned(view: View, answers: Mapping[str, Promise | Abstained], gone: tuple[str, ...]) -> str:
-    """Which member's memory a formed cluster has to wait for: without it, what was learned would be lost.
+    """Return the members whose memory a formed cluster has to wait for, because the training state would be lost
+    without it.
 
-    Empty when somebody who answered still has it, or when nobody of the view can have it any more."""
+    Empty if a member that answered still has it, or if no member of the view can have it any more."""
     if not view.formed or any(answers[m.node].us == m for m in view.members if m.node in answers):
         return ""
     absent = [m.name for m in view.members if m.node not in answers and m.node not in gone]
@@ -276,29 +277,27 @@ def _told(view: View, now: Situation, lost: list[str], newcomers: list[Member]) 
 
 
 HOPELESS_S = PATIENCE_S / 2
-"""How long a proposal waits for those that could not answer when they were last heard."""
+"""How long a proposal waits for members that could not answer according to their last status."""
 GONE_FOR_GOOD = "; for one that is gone for good, and only then: hcsim cluster forget NAME"
 
 
 class Post(Protocol):
-    """Where messages go."""
+    """Sends messages."""
 
-    def __call__(self, to: str, message: Message, now: float) -> None:
-        """Send a message to a node, which may be ourselves."""
+    def __call__(self, to: str, message: Message, now: float) -> None: ...
 
 
 class Proposer:
-    """Our proposals."""
+    """The proposals of this node."""
 
     def __init__(
         self, us: Member, rules: Rules, roster: Roster, stance: Stance, diagnosis: Diagnosis, send: Post
     ) -> None:
         self.rounds = {"decided": 0, "given_up": 0, "overtaken": 0}
-        """How our proposals ended: overtaken is what another view made pointless."""
+        """Counts of the ends of proposals; overtaken means that another view made the proposal obsolete."""
         self.look_at_s = 0.0
-        """When to pursue the present one, whatever happens."""
+        """When to pursue the present proposal, whatever happens."""
         self.not_before_s = 0.0
-        """When the next one may begin."""
         self._us = us
         self._rules = rules
         self._roster = roster
@@ -308,20 +307,17 @@ class Proposer:
         self._proposal: Proposal | None = None
         self._asked_s = 0.0
         self._deadline_s = 0.0
-        """When the present one has waited long enough."""
         self._highest = 0
 
     @property
     def busy(self) -> bool:
-        """Whether there is a proposal under way."""
         return self._proposal is not None
 
     def saw(self, ballot: Ballot) -> None:
-        """Somebody uses that ballot: our next one is to be higher."""
+        """Record a ballot of another node: the next one of this node has to be higher."""
         self._highest = max(self._highest, ballot[0])
 
     def propose(self, view: View, reason: str, now: float) -> None:
-        """Seek the successor of the present view."""
         self._highest += 1
         proposal = Proposal((self._highest, self._us.node), view, self._rules.quorum, reason)
         self._proposal = proposal
@@ -331,7 +327,7 @@ class Proposer:
             self._send(node, Prepare(proposal.ballot, view), now)
 
     def remind(self, node: str, now: float) -> None:
-        """Repeat to a node what it may have missed."""
+        """Repeat to a node the messages that it may have missed."""
         proposal = self._proposal
         if proposal is not None and proposal.present.member(node) is not None:
             if proposal.chosen is not None and node in proposal.promises:
@@ -340,7 +336,7 @@ class Proposer:
                 self._send(node, Prepare(proposal.ballot, proposal.present), now)
 
     def answered(self, source: str, answer: Promise | Abstained | Accepted | Refused, now: float) -> View | None:
-        """A member answered; the view that is decided by that, if one is."""
+        """Process a member's answer; return the view that is decided by it, if any."""
         proposal = self._proposal
         if isinstance(answer, Refused):
             self.saw(answer.promised)
@@ -366,10 +362,11 @@ class Proposer:
         return None
 
     def pursue(self, now: float) -> str:
-        """Go on: choose once everybody who is well has answered, and give up in time. Returns what we wait for.
+        """Continue: choose a view once all healthy members have answered, and give up at the deadline. Return what
+        is waited for.
 
-        For one that is well and in no position to answer we do not wait long, or the others would take their turns; and
-        not at all for those that the next view does without, if the others may decide."""
+        The wait for a healthy member that cannot answer is short, or the others would propose in turn. Members
+        that the next view excludes are not waited for, if the others may decide."""
         proposal = self._proposal
         if proposal is None:
             return ""
@@ -396,7 +393,7 @@ class Proposer:
         return ""
 
     def _is_enough_without(self, silent: Sequence[str], now: float) -> bool:
-        """Whether all who have not answered keep the view from working, and the others may decide."""
+        """Return whether all silent members keep the view from working, and the others may decide."""
         proposal = self._proposal
         assert proposal is not None
         view = proposal.present
@@ -406,17 +403,15 @@ class Proposer:
         return all(node in culprits for node in silent) and not self._obstacle(proposal)
 
     def _culprits(self, view: View, nodes: Sequence[str], now: float) -> dict[str, str]:
-        """Of these members those that keep the view from working, and why."""
         return self._diagnosis.culprits(view.lineage, view.epoch, nodes, now)
 
     def overtaken(self) -> None:
-        """Another view has taken the place of the one that we spoke of."""
+        """Drop the proposal: another view has replaced the one that it was for."""
         self.rounds["overtaken"] += self._proposal is not None
         self._proposal = None
         self.not_before_s = 0.0
 
     def _obstacle(self, proposal: Proposal) -> str:
-        """Why those who answered may not decide."""
         view = proposal.present
         answers: dict[str, Promise | Abstained] = {**proposal.promises, **proposal.abstained}
         if proposal.heard(self._absence(view)):

@@ -1,4 +1,4 @@
-"""What a node knows of the others, and what follows from it for a view."""
+"""A node's knowledge of its peers, and the consequences for a view."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from hcsim.cluster.view import ASTRAY_S, Member, View, branched, standing
 
 QUARANTINE_S = 5.0
 STALL_SHARE = 4.0
-"""A quarantine lasts so many times as long as its reason kept the others from working."""
+"""A quarantine lasts this many times as long as the member stalled the others."""
 LONGEST_QUARANTINE_S = 600.0
 SETTLES_S = 5.0
-"""A member has come to stay if its loss is noticed later than that, and than silence is noticed, after it was let
-in."""
+"""A member has settled if its loss is noticed later than this, plus the detection time, after it was
+admitted."""
 
 
 class Peer(msgspec.Struct):
@@ -21,20 +21,21 @@ class Peer(msgspec.Struct):
 
     status: Status
     suspected: str = ""
-    """Why it is taken for lost; empty while it is well."""
+    """Why it is suspected; empty if it is healthy."""
     astray_since_s: float | None = None
-    """Since when it follows another view than the one we know it to be in."""
+    """Since when it has followed another view than expected."""
 
 
 class Quarantine(msgspec.Struct, frozen=True):
-    """How long a member that kept a view from working is not let in again."""
+    """The time for which a member that kept a view from working is not readmitted."""
 
     lasts_s: float
     until_s: float
 
     @classmethod
     def after(cls, before: Quarantine | None, stalled_s: float, now: float) -> Quarantine:
-        """It was left out: for longer than it cost, and twice as long as before if that was not long ago."""
+        """Return the quarantine after an exclusion: longer than the stall, and twice the previous one if that was
+        recent."""
         lasts_s = max(QUARANTINE_S, STALL_SHARE * stalled_s)
         if before is not None and now < before.until_s + STALL_SHARE * before.lasts_s:
             lasts_s = max(lasts_s, 2 * before.lasts_s)
@@ -43,26 +44,24 @@ class Quarantine(msgspec.Struct, frozen=True):
 
 
 class Roster:
-    """The others."""
+    """All known peers."""
 
     def __init__(self, us: Member) -> None:
         self._us = us
         self.peers: dict[str, Peer] = {}
         self._declined: dict[str, tuple[str, int]] = {}
         self._given_up: dict[str, Member] = {}
-        """Members that a person said are gone for good: until they are heard again, nobody waits for their word."""
+        """Members that the user declared gone for good: until they are heard again, their votes are not waited for."""
         self._quarantined: dict[str, Quarantine] = {}
         self._pardoned: dict[str, None] = {}
-        """Nodes that were let in at once since there was progress."""
+        """Nodes that were readmitted at once since there was progress."""
         self._let_in_s: dict[str, float] = {}
-        """When nodes were last let in to a view that worked."""
         self._released: dict[str, Quarantine] = {}
-        """By node, the quarantine that was ended early."""
         self._qualified: dict[str, tuple[str, int]] = {}
-        """By node: the lineage that it can work with, and its boot when it found that out."""
+        """By node: the lineage that it can work with, and its boot when it passed the checks."""
 
     def heard(self, status: Status) -> Peer:
-        """A node says how it stands: if it was given up, it is back, unless this is a copy of it."""
+        """Record a node's status. A node that was given up is present again, unless this is a copy of it."""
         if self._is_given_up(status.us):
             del self._given_up[status.us.node]
         peer = self.peers.setdefault(status.us.node, Peer(status))
@@ -70,13 +69,13 @@ class Roster:
         return peer
 
     def give_up(self, member: Member) -> None:
-        """A member is gone for good, as a person says."""
+        """Record that the user declared a member gone for good."""
         self._given_up[member.node] = member
 
     def quarantine(self, node: str, stalled_s: float, now: float) -> Quarantine:
-        """A member is left out, because a view did not work with it. Returns for how long.
+        """Quarantine a member that kept a view from working; return for how long.
 
-        One whose last quarantine was ended early has the rest of that before it: it may be well by then."""
+        If its last quarantine was ended early, the rest of that one applies: it may have recovered by then."""
         early = self._released.get(node)
         if early is None or now >= early.until_s:
             early = Quarantine.after(self._quarantined.get(node), stalled_s, now)
@@ -84,77 +83,75 @@ class Roster:
         return early
 
     def let_in(self, node: str, now: float) -> None:
-        """A node has become a member of a view that worked before."""
+        """Record that a node has become a member of a view that worked before."""
         self._let_in_s[node] = now
 
     def left_soon(self, node: str, noticed_s: float, now: float) -> None:
-        """A member was lost, whose silence is noticed after so long. Who was let in just before waits, or it could do
-        so again and again, and every time costs a view."""
+        """Record the loss of a member whose silence is noticed after `noticed_s`. One that was admitted just before
+        has to wait, or it could rejoin and fail repeatedly, at the cost of a view each time."""
         if node in self._let_in_s and now < self._let_in_s.pop(node) + SETTLES_S + noticed_s:
             self.quarantine(node, 0.0, now)
 
     def release(self, now: float) -> None:
-        """End all quarantines, of each node once: whoever keeps another view from working waits its time after all."""
+        """End all quarantines, once per node: a node that blocks another view serves its quarantine after all."""
         for node, quarantine in self._quarantined.items():
             if node not in self._released and now < quarantine.until_s:
                 self._released[node] = quarantine
                 self._quarantined[node] = msgspec.structs.replace(quarantine, until_s=now)
 
     def pardon(self, node: str) -> None:
-        """A view did not work without it either. That counts once until there is progress: where several are sick, each
-        would be the pardon of another."""
+        """Lift a quarantine because a view did not work without the node either. This applies once until there is
+        progress: with several faulty nodes, each would be the pardon of another."""
         if node not in self._pardoned:
             self._pardoned[node] = None
             self._quarantined.pop(node, None)
 
     def progressed(self) -> None:
-        """A view worked."""
         self._pardoned.clear()
 
     def qualify(self, node: str, lineage: str, boot: int) -> None:
-        """A node says that it can work with the members of that lineage."""
         self._qualified[node] = lineage, boot
 
     def decline(self, node: str, lineage: str, epoch: int) -> None:
-        """A node that was counted on does not take part in that view."""
+        """Record that a node takes no part in a view that lists it as a member."""
         self._declined[node] = lineage, epoch
 
     def reaches(self) -> tuple[str, ...]:
-        """The nodes that we have a living connection to."""
         return tuple(sorted([node for node, peer in self.peers.items() if not peer.suspected]))
 
     def contacts(self) -> tuple[str, ...]:
-        """Where those nodes take calls."""
         return tuple([self.peers[node].status.control for node in self.reaches()])
 
     def well(self, node: str, view: View) -> bool:
-        """Whether a member of the view can be expected to answer for it."""
+        """Return whether a member of the view can be expected to answer for it."""
         peer = self.peers.get(node)
         if node == self._us.node:
             return True
         return peer is not None and not peer.suspected and node not in self.gone(view)
 
     def answers(self, node: str, now: float) -> bool:
-        """Whether what a node says leaves hope for an answer: it hears us, and follows no other view for long."""
+        """Return whether a node's status leaves hope for an answer: it reaches this node, and has not followed
+        another view for long."""
         peer = self.peers.get(node)
         if peer is None or self._us.node not in peer.status.reaches:
             return False
         return peer.astray_since_s is None or now < peer.astray_since_s + ASTRAY_S
 
     def gone(self, view: View) -> tuple[str, ...]:
-        """Members that can say nothing for the view: they forgot it, never took part in it, or are gone for good."""
+        """Return the members that cannot vote on the view: they lost its record, never took part in it, or are gone
+        for good."""
         strangers = self.strangers(view)
         return tuple(m.node for m in view.members if m.node in strangers or self._forgot(m, view))
 
     def turn(self, view: View) -> int:
-        """How many members that are well come before us."""
+        """Return how many healthy members are senior to this node."""
         nodes = [node for node in view.nodes if self.well(node, view)]
         return nodes.index(self._us.node) if self._us.node in nodes else len(nodes)
 
     def joiners(self, view: View, now: float) -> list[Member]:
-        """Nodes outside the view that would like to be in it, and that all its members reach.
+        """Return the nodes outside the view that want to join it and that all its members reach.
 
-        A view that works takes only those that qualified, and none in quarantine."""
+        A view that works takes only nodes that qualified, and none in quarantine."""
         return [
             peer.status.us
             for node, peer in sorted(self.peers.items())
@@ -167,8 +164,8 @@ class Roster:
         ]
 
     def preparing(self, view: View, by_s: float) -> list[str]:
-        """Nodes that would like to be in the view and have not found out yet whether they qualify, or have just been
-        left out and are about to ask; without those that will still be in quarantine then."""
+        """Return the nodes that want to join the view and do not know yet whether they qualify, or have just been
+        excluded and are about to ask; without those that will still be in quarantine at `by_s`."""
         return [
             node
             for node, peer in self.peers.items()
@@ -187,7 +184,7 @@ class Roster:
         return self._qualified.get(member.node) == (view.lineage, member.boot)
 
     def working(self, lineage: str) -> tuple[str, ...]:
-        """Nodes in sight that are in a view of that lineage which may work."""
+        """Return the visible nodes in a view of that lineage which may work."""
         return tuple(
             node
             for node, peer in sorted(self.peers.items())
@@ -195,34 +192,33 @@ class Roster:
         )
 
     def somebody_works(self) -> bool:
-        """Whether a node in sight is in a view which may work, and stays there."""
+        """Return whether a visible node is in a view which may work, and stays there."""
         there = [peer.status for peer in self.peers.values() if not peer.suspected]
         return any(status.formed and not status.anew and not status.leaving for status in there)
 
     def any_formed(self) -> bool:
-        """Whether somebody in sight is in a view that may work, and change."""
+        """Return whether a visible node is in a view that may work, and change."""
         statuses = [peer.status for peer in self.peers.values() if not peer.suspected]
         return any(status.formed and not status.waits for status in statuses)
 
     def whole(self, lineage: str) -> bool:
-        """Whether all members of a view of that lineage are in sight, and we in theirs."""
+        """Return whether all members of a view of that lineage are visible, and reach this node."""
         members = [self.peers[node].status for node in self.working(lineage)]
         return any(len(members) >= status.size for status in members) and all(
             self._us.node in status.reaches for status in members
         )
 
     def _is_reached(self, node: str, view: View) -> bool:
-        """Whether a node and all members of a view have living connections to each other, as far as they say."""
+        """Return whether a node and all members of a view have live connections to each other, according to their
+        status."""
         others = [other for other in view.nodes if other in self.peers]
         theirs = self.peers[node].status.reaches
         return all(other in theirs and node in self.peers[other].status.reaches for other in others)
 
     def leavers(self, view: View) -> list[str]:
-        """Other members that would like to leave."""
         return [node for node in view.nodes if node in self.peers and self.peers[node].status.leaving]
 
     def complaint(self, view: View) -> str:
-        """Why work failed in the view for another member, if it did."""
         for node in view.nodes:
             peer = self.peers.get(node)
             if peer is not None and (peer.status.lineage, peer.status.broken) == (view.lineage, view.epoch):
@@ -230,10 +226,11 @@ class Roster:
         return ""
 
     def better(self, ours: View, *, waits: bool) -> Status | None:
-        """The cluster in sight that stands above ours, as a node of it says; `waits` says whether ours cannot change.
+        """Return the visible cluster with precedence over this one, as a status of one of its nodes; `waits` says
+        whether this cluster cannot change.
 
-        Those who have yet to find their cluster again are none that one that works would be given up for. Nor are those
-        who are still in the view that ours branched from: what they say of its size counts us."""
+        Nodes that have yet to find their cluster again do not count for a cluster that works. Nor do nodes that
+        are still in the view that this one branched from: the size that they report includes this side."""
         others = [
             peer.status
             for peer in self.peers.values()
@@ -245,7 +242,7 @@ class Roster:
         return best if best is not None and best.standing < us else None
 
     def branch(self, ours: View) -> Status | None:
-        """Members of our view that went on without us, as one of them in sight says."""
+        """Return the status of a visible node of this view that went on without this node."""
         branches = [
             peer.status
             for peer in self.peers.values()
@@ -255,7 +252,7 @@ class Roster:
         return min(branches, key=lambda status: status.standing, default=None)
 
     def strangers(self, view: View) -> tuple[str, ...]:
-        """Members that never took part in the view, and never will: it has no word of theirs."""
+        """Return the members that never took part in the view and never will: they have not voted on it."""
         return tuple(m.node for m in view.members if self._declined.get(m.node) == (view.lineage, view.epoch))
 
     def _forgot(self, member: Member, view: View) -> bool:
@@ -275,11 +272,11 @@ class Roster:
         return given_up is not None and not given_up.elsewhere(member)
 
     def _replaced(self, member: Member) -> bool:
-        """Whether another node lives under its name at its address: the machine lost its disk, and its key with it."""
+        """Return whether another node has its name and address: the machine lost its disk, and its key with it."""
         return any(other.status.us.in_place_of(member) for other in self.peers.values() if not other.suspected)
 
 
 def _is_behind(status: Status, lineage: str) -> bool:
-    """Whether a node is in a view that the lineage branched from, or in an earlier one."""
+    """Return whether a node is in a view that the lineage branched from, or in an earlier one."""
     epoch = branched(lineage, status.lineage)
     return epoch is not None and status.epoch <= epoch

@@ -1,13 +1,14 @@
-"""Who is there, with what, and how everybody reaches everybody: a graph of what was measured.
+"""A graph of the machines of a cluster and of the measured links between them.
 
-Nodes are machines with their capabilities. An edge is one way from one node to another: the interface that it arrives
-at, the address to dial for it, and the line that was measured there, in both directions. Two nodes may have several
-ways between them; the best one has the highest bandwidth (of its slower direction), and among ways that are equally
-fast, as far as a measurement can tell, the least latency. An interface's name and nominal rate count for nothing.
+Nodes are machines with their capabilities. An edge is one route from one node to another: the interface at
+which it arrives, the address to dial for it, and the link that was measured there, in both directions. Two
+nodes may have several routes between them. The best one has the highest bandwidth (of its slower direction),
+and among routes of equal bandwidth, within the precision of the measurement, the lowest latency. An interface's
+name and nominal rate are ignored.
 
-The topology orders no ring and prices no collective: it gives the matrices that those who do ask for.
+The topology orders no ring and prices no collective: it provides the matrices for modules that do.
 
-`table` and `draw` show it to people.
+`table` and `draw` display it.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ if TYPE_CHECKING:
 
 
 AS_FAST = 0.9
-"""Ways that reach this share of the fastest one's bandwidth are as fast as it."""
+"""Routes that reach this share of the fastest one's bandwidth count as equally fast."""
 NOT_PROBED = (Medium.LOOPBACK,)
 
 
 class Node(msgspec.Struct, frozen=True):
-    """One machine, as it describes itself."""
+    """A machine, as it describes itself."""
 
     name: str
     chip: Chip
@@ -45,38 +46,38 @@ class Node(msgspec.Struct, frozen=True):
 
 
 class Way(msgspec.Struct, frozen=True):
-    """One way from a node to another, with what was measured on it."""
+    """A route from one node to another, with its measurements."""
 
     source: str
     target: str
     interface: str
-    """The target's, that it arrives at."""
+    """The target's interface at which it arrives."""
     address: str
-    """To be dialled for it, without a port."""
     media: tuple[Medium, Medium]
-    """What it leaves and enters by. The first is our best guess where the source has several: a host does not say."""
+    """The media at the source and at the target. The first is a guess if the source has several: a host does not
+    tell."""
     line: Line
 
     @property
     def bandwidth_Bps(self) -> float:
-        """Of its slower direction."""
+        """Return the bandwidth of the slower direction."""
         return min(self.line.there_Bps, self.line.back_Bps)
 
     @property
     def medium(self) -> Medium:
-        """The slower kind of the two."""
+        """Return the slower kind of the two."""
         return max(self.media, key=list(Medium).index)
 
 
 class Matrices(msgspec.Struct, frozen=True):
-    """The best way from each node (row) to each (column); zero on the diagonal, and where there is no way."""
+    """The best route from each node (row) to each (column); zero on the diagonal, and if there is no route."""
 
     bandwidth_Bps: tuple[tuple[float, ...], ...]
     latency_s: tuple[tuple[float, ...], ...]
 
 
 class Topology:
-    """What was measured of a cluster. `nodes` and `ways` are plain structs, which nodes can send to each other."""
+    """The measurements of a cluster. `nodes` and `ways` are plain structs, which nodes can send to each other."""
 
     def __init__(self, nodes: Sequence[Node], ways: Sequence[Way]) -> None:
         self.nodes = tuple(nodes)
@@ -87,7 +88,7 @@ class Topology:
 
     @cached_property
     def graph(self) -> nx.MultiDiGraph[str]:
-        """Every way in both of its directions, keyed by where it arrives, with its bandwidth and latency."""
+        """Return all routes in both directions, keyed by the interface of arrival, with bandwidth and latency."""
         import networkx as nx  # an eighth of a second, and few ask for the graph
 
         graph: nx.MultiDiGraph[str] = nx.MultiDiGraph()
@@ -101,20 +102,19 @@ class Topology:
         return graph
 
     def best(self, source: str, target: str) -> Way | None:
-        """The best of the ways that the source can dial to the target."""
         return fastest([way for way in self.ways if (way.source, way.target) == (source, target)])
 
     def between(self, one: str, other: str) -> Way | None:
-        """The best of all ways between two nodes, whoever dials."""
+        """Return the best of all routes between two nodes, whichever side dials."""
         return fastest([way for way in self.ways if {way.source, way.target} == {one, other}])
 
     def addresses(self, source: str, names: Sequence[str], port: int) -> tuple[str, ...]:
-        """What the source dials to reach each of these; those that were not reached keep their names."""
+        """Return what the source dials to reach each of these nodes; nodes that were not reached keep their names."""
         best = [self.best(source, name) for name in names]
         return tuple(join_address((way.address if way else name, port)) for name, way in zip(names, best, strict=True))
 
     def matrices(self, names: Sequence[str]) -> Matrices:
-        """Bandwidth and latency between these nodes, each over the best way."""
+        """Return bandwidth and latency between these nodes, each over the best route."""
         bandwidth = [[0.0] * len(names) for _ in names]
         latency = [[0.0] * len(names) for _ in names]
         for i, one in enumerate(names):
@@ -128,7 +128,7 @@ class Topology:
 
 
 def fastest(ways: Sequence[Way]) -> Way | None:
-    """The best of some ways, by what was measured; the medium decides only where that is the same."""
+    """Return the best of these routes according to the measurements; the medium only breaks ties."""
     if not ways:
         return None
     enough_Bps = AS_FAST * max(way.bandwidth_Bps for way in ways)
@@ -138,12 +138,11 @@ def fastest(ways: Sequence[Way]) -> Way | None:
 
 
 async def describe(host: Host, name: str) -> Node:
-    """This machine, as the others will know it; takes a moment of computing."""
     return Node(name, host.device.chip, await measure_speed(host), host.interfaces())
 
 
 async def survey(prober: Prober, us: Node, others: Sequence[Node], port: int) -> list[Way]:
-    """Our ways to the other nodes, each of which serves probes at that port."""
+    """Measure this node's routes to the other nodes, each of which serves probes at that port."""
     ways = []
     for node in others:
         for interface, address in _reachable(node):
@@ -155,7 +154,8 @@ async def survey(prober: Prober, us: Node, others: Sequence[Node], port: int) ->
 
 
 def _reachable(node: Node) -> list[tuple[Interface, str]]:
-    """Where a node may be reached from elsewhere; not at link-local IPv6 addresses, which need the caller's zone."""
+    """Return where a node may be reached from elsewhere; without link-local IPv6 addresses, which need the
+    caller's zone."""
     return [
         (interface, address)
         for interface in node.interfaces
@@ -166,7 +166,8 @@ def _reachable(node: Node) -> list[tuple[Interface, str]]:
 
 
 def _leaves_by(us: Node, arrives: Interface) -> Medium:
-    """What a way to that interface probably leaves us by: the same kind, or else our fastest that a router bridges."""
+    """Guess the medium by which a route to that interface leaves this node: the same kind, or else the fastest
+    one that a router bridges."""
     ours = [interface.medium for interface in us.interfaces if interface.medium not in NOT_PROBED]
     if arrives.medium in ours:
         return arrives.medium
@@ -183,11 +184,11 @@ _COLOURS = {
     Medium.UNKNOWN: "#7f7f7f",
 }
 _LABELLED_UP_TO = 6
-"""Nodes: with more there is no room for what stands beside each line."""
+"""With more nodes there is no room for a label beside each line."""
 
 
 def table(topology: Topology) -> str:
-    """Machines, then the ways between them; `*` marks the best way of each pair."""
+    """Return a table of the machines and the routes between them; `*` marks the best route of each pair."""
     machines = [("machine", "chip", "memory", "TFLOPS", "GB/s")]
     machines += [(n.name, n.chip.name, _memory(n), _number(n.speed.flops, 1e12), _number(n.speed.memory_Bps, 1e9))
                  for n in topology.nodes]  # fmt: skip
@@ -201,7 +202,7 @@ def table(topology: Topology) -> str:
 
 
 def draw(topology: Topology, path: Path) -> None:
-    """Draw the machines and the best line between any two; other lines are dashed."""
+    """Draw the machines and the best link between any two; other links are dashed."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -223,7 +224,7 @@ def draw(topology: Topology, path: Path) -> None:
 
 
 def _draw_legend(axes: Any, topology: Topology) -> None:
-    """What the colours mean; where the lines have no labels, their widths too."""
+    """Draw the legend of the colours; without labels, also of the line widths."""
     crowded = len(topology.nodes) > _LABELLED_UP_TO
     shown: dict[tuple[int, str], Way] = {}
     for way in topology.ways:
@@ -261,7 +262,6 @@ def _draw_pair(axes: Any, topology: Topology, names: tuple[str, str], ends: tupl
 
 
 def _label(way: Way, first: str) -> str:
-    """What there is between a pair, as seen from the first of it."""
     there, back = (_number(rate_Bps, 1e9 / 8, digits=2) for rate_Bps in (way.line.there_Bps, way.line.back_Bps))
     media = way.media
     if way.source != first:
@@ -289,13 +289,14 @@ def _number(value: float, unit: float, *, digits: int = 3) -> str:
 
 
 def _places(names: Sequence[str]) -> dict[str, tuple[float, float]]:
-    """On a circle, the first at the upper left: a square stands on its side, not on its tip."""
+    """Place the names on a circle, the first at the upper left, so that a square stands on its side, not on its
+    tip."""
     turns = [0.5 * pi + pi / len(names) - 2 * pi * number / len(names) for number in range(len(names))]
     return {name: (1.05 * cos(turn), sin(turn)) for name, turn in zip(names, turns, strict=True)}
 
 
 def _aligned(rows: Sequence[Sequence[str]], *, numbers: int) -> list[str]:
-    """Columns side by side; the last ones, with numbers, to the right."""
+    """Align columns; the last ones, with numbers, to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:

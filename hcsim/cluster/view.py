@@ -1,13 +1,13 @@
-"""A view: who computes together from one moment to the next, agreed by those who did before.
+"""Views: the members of one epoch, agreed on by the members of the previous one.
 
-Views of one lineage follow each other without gaps, and each has one successor: the members of a view
-agree on it (see `agreement`). The order of the members is their ranks. Members keep their order and newcomers
-come last, so the first member is always the most senior, and it leads.
+Views of one lineage follow each other without gaps, and each has one successor, on which its members agree (see
+`agreement`). The order of the members gives their ranks. Members keep their order and newcomers come last, so
+the first member is always the most senior, and it leads.
 
-`Rules` are what all nodes of a cluster hold alike when they form views. Terms are what all members must have been
-started with alike. Each node tells its terms when it meets another: by name, and only those that are not as usual.
-Whoever differs from the most senior member of its view could never compute with it, whatever is tried again, and so
-ends.
+`Rules` are the settings for forming views that all nodes of a cluster share. Terms are the start options that
+all members must share. Each node sends its terms when it meets another: by name, and only where they differ
+from the defaults. A node whose terms differ from those of the most senior member of its view can never compute
+with it, so it ends.
 """
 
 from __future__ import annotations
@@ -24,111 +24,105 @@ Quorum: TypeAlias = Literal["majority", "tiebreak", "any"]
 """How many members of a view must agree on the next one.
 
 - majority: more than half. Two nodes cannot go on without each other.
-- tiebreak: more than half, or just half with the leader among them.
-- any: whoever is left. Both sides of a split cluster go on, and their models part.
-"""
+- tiebreak: more than half, or exactly half including the leader.
+- any: any members that are left. Both sides of a split cluster go on, and their models diverge."""
 
 Standing: TypeAlias = tuple[bool, bool, int, str]
-"""Where clusters meet, the least of these goes on."""
+"""The precedence of a cluster: where clusters meet, the one with the least value goes on."""
 
 
 class Member(msgspec.Struct, frozen=True):
-    """A node in one of its lives: a process that was started anew is another member."""
+    """A node with a specific boot: a restarted process is another member."""
 
     node: str
     """The node's id, proved by its key."""
     boot: int
-    """Tells a node's lives apart."""
+    """Differs at every start of the node."""
     name: str
-    """For people."""
     address: str
-    """Where its collectives listen."""
     home: str = ""
-    """Members of one home are close to each other."""
+    """Members with the same home are close to each other in the network."""
 
     def elsewhere(self, other: Member) -> bool:
-        """Whether another life of this node is on another machine, to which its key must have been copied."""
+        """Return whether another boot of this node is on another machine, to which its key must have been copied."""
         return self.name != other.name and self.address != other.address
 
     def in_place_of(self, other: Member) -> bool:
-        """Whether this is the machine of another node, which it cannot be beside this one: by name, address and port.
+        """Return whether this is the machine of another node, by name, address and port, so that both cannot exist
+        side by side.
 
-        One address of several is enough, since those that are made from random numbers change."""
+        One common address is enough, since randomised addresses change."""
         (ours, _, port), (theirs, _, their_port) = (each.address.rpartition(":") for each in (self, other))
         common = any(host in theirs.split("|") for host in ours.split("|"))
         return self.node != other.node and self.name == other.name and port == their_port and common
 
 
 class View(msgspec.Struct, frozen=True):
-    """Who computes together in one epoch."""
+    """The members of one epoch."""
 
     lineage: str
-    """The line of views that this one belongs to: the node that it started from, and its boot."""
+    """The lineage of this view: the node that it started from, and its boot."""
     epoch: Annotated[int, msgspec.Meta(ge=0, lt=MOST_EPOCHS)]
     members: tuple[Member, ...]
     previous: int = -1
-    """The epoch of the view that this one follows."""
     formed: bool = False
-    """Whether as many members as were asked for have been there, in this view or before it: work may begin."""
+    """Whether the required number of members has been present, in this view or an earlier one: work may begin."""
     abrupt: bool = False
-    """The previous view failed: what was under way in it is lost. Otherwise its members finish their step first."""
+    """Whether the previous view failed, so its current step is lost. Otherwise its members finish their step
+    first."""
     left: tuple[str, ...] = ()
-    """Nodes that left in an orderly way."""
     reason: str = ""
-    """For people."""
 
     @property
     def standing(self) -> Standing:
-        """Where this view's cluster stands among others."""
         return standing(self.lineage, len(self.members), formed=self.formed)
 
     @property
     def leader(self) -> Member:
-        """The most senior member."""
         return self.members[0]
 
     @property
     def nodes(self) -> tuple[str, ...]:
-        """The members' ids, by rank."""
         return tuple(member.node for member in self.members)
 
     def prevails(self, other: View) -> bool:
-        """Of two views of one lineage and epoch, as there are only after a disk was set back: whether this goes on."""
+        """Return whether this view goes on, of two views of one lineage and epoch. There are two only after a disk
+        was restored from a backup."""
         ours, theirs = ([(m.node, m.boot) for m in view.members] for view in (self, other))
         return self.epoch == other.epoch and (self.standing, ours) < (other.standing, theirs)
 
     def branched_from(self, lineage: str) -> bool:
-        """Whether some members of a view of that lineage went on in this one, where any may."""
+        """Return whether some members of a view of that lineage went on in this one, under the rule "any"."""
         return self.lineage.startswith(f"{lineage}/")
 
     def member(self, node: str) -> Member | None:
-        """The member of that id, if there is one."""
         return next((member for member in self.members if member.node == node), None)
 
     def rank(self, member: Member) -> int | None:
-        """The rank of a node in this very life of its."""
+        """Return the rank of a member with exactly this boot."""
         return next((r for r, m in enumerate(self.members) if (m.node, m.boot) == (member.node, member.boot)), None)
 
 
 def standing(lineage: str, size: int, *, formed: bool, waits: bool = False) -> Standing:
-    """First comes a cluster that works, before those that work and cannot change; then the larger one, then the one
-    with the lower id."""
+    """Return the precedence: first clusters that work, then of those the ones that can change, then the larger,
+    then the lower id."""
     return not formed, waits, -size, lineage
 
 
 def branch(view: View, epoch: int, proposer: Member) -> str:
-    """The lineage of those who go on from a view on a line of their own, beginning with that epoch."""
+    """Return the lineage of members that branch off from a view, beginning with that epoch."""
     return f"{view.lineage}/{view.epoch}.{epoch}.{proposer.node[:8]}"
 
 
 def branched(lineage: str, other: str) -> int | None:
-    """The epoch of the view of another lineage that this one branched from; None: from none."""
+    """Return the epoch of the view of the other lineage from which this one branched; None if it did not."""
     epoch = lineage[len(other) + 1 :].partition(".")[0]
     return int(epoch) if lineage.startswith(f"{other}/") and epoch.isdecimal() else None
 
 
 def enough(view: View, nodes: list[str], rule: Quorum) -> bool:
-    """Whether these nodes may decide what follows the view. Any two such sets have a node in common (but for `any`)."""
+    """Return whether these nodes may decide the successor of the view. Any two such sets intersect (except under
+    "any")."""
     count = sum(node in nodes for node in view.nodes)
     if rule == "any":
         return count > 0
@@ -138,25 +132,25 @@ def enough(view: View, nodes: list[str], rule: Quorum) -> bool:
 
 
 PATIENCE_S = 1.0
-"""How long a member waits for those before it to propose, and a proposer before it tries again."""
+"""How long a member waits for its seniors to propose, and a proposer before it tries again."""
 ASTRAY_S = 5.0
-"""How long a member may follow another view before it is left out."""
+"""How long a member may follow another view before it is excluded."""
 
 
 DEPARTED_S = 5.0
-"""How long members may go on with a view that a member has left, once it is gone: what it sent last may still come."""
+"""How long members may continue in a view that a member has left, once it is gone: its last messages may
+still arrive."""
 
 
 class Rules(msgspec.Struct, frozen=True):
-    """What a person may choose."""
+    """The settings for forming views that the user chooses."""
 
     needed: int
-    """Members that work begins with."""
     quorum: Quorum = "tiebreak"
     settle_s: float = 0.5
-    """How long newcomers are gathered."""
+    """How long newcomers are collected before a view change."""
     answer_s: float = 15.0
-    """How long a proposal waits for a member that seems to be well."""
+    """How long a proposal waits for a member that seems healthy."""
 
 
 Terms: TypeAlias = Mapping[str, str]
@@ -164,7 +158,7 @@ _USUAL = "left out"
 
 
 def unlike(theirs: Terms, ours: Terms, there: str) -> str:
-    """In what the terms differ; empty if they do not."""
+    """Return how the terms differ; empty if they do not."""
     names = sorted({*theirs, *ours})
     return ", ".join(
         f"{name} is {theirs.get(name, _USUAL)} on {there} and {ours.get(name, _USUAL)} here"
@@ -174,5 +168,4 @@ def unlike(theirs: Terms, ours: Terms, there: str) -> str:
 
 
 def refusal(leader: str, differences: str) -> ConfigError:
-    """Why a node cannot be a member."""
     return ConfigError(f"{leader} leads, and was started otherwise: {differences}. Start all nodes alike")

@@ -1,1 +1,1 @@
-"""How a group sums: algorithms as plans, one executor, one cost model, one verifier."""
+"""Collectives: algorithms as plans, one executor, one cost model, one verifier."""

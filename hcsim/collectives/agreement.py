@@ -1,11 +1,11 @@
-"""Whether all ranks call the same operations: each frame says which operation its sender takes it to be part of.
+"""Mismatch detection: check that all ranks call the same operations.
 
-Its number says where in the order the operation stands, its signature what it is. A frame that finds its place posted
-is checked there. One that does not is looked at here: it may only be early, or show that its sender does something
-else, for which no place will ever be posted here.
+Each frame carries the number of its operation, which is its position in the order, and a signature of what it
+is. A frame whose receive is posted is checked there. Any other frame is checked here: it may be early, or show
+that its sender runs a different operation, for which no receive will ever be posted.
 
-Ranks that call unlike collectives may all wait to receive: then no frame shows that they disagree. So a rank that has
-been in one for a while tells the lowest rank of its group which one it is (`watch`), and that rank compares.
+Ranks that call different collectives may all wait to receive, so that no frame reveals the mismatch. A rank
+whose collective takes long therefore reports it to the lowest rank of its group (`watch`), which compares.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from hcsim.transport.mesh import Mesh
 _OPERATIONS = tuple(PLANNERS)
 _DIGEST_BITS = 28
 REMEMBERED = 64
-"""Operations that are over, so that an error can say what they were."""
+"""The number of finished operations kept, so that an error can name them."""
 _Key: TypeAlias = tuple[int, int, int]
 """(group, bucket, operation)"""
 
 
 @lru_cache(maxsize=64)
 def signature_of(operation: str, agreed: object) -> int:
-    """A digest of what all ranks must agree on; its upper bits say which operation it is."""
+    """Return a digest of everything that all ranks must agree on. The upper bits identify the operation."""
     digest = zlib.crc32(repr((operation, agreed)).encode())
     return _OPERATIONS.index(operation) << _DIGEST_BITS | digest & (1 << _DIGEST_BITS) - 1
 
@@ -43,22 +43,22 @@ def _name_of(signature: int) -> str:
 
 
 class Agreement:
-    """The collectives of all groups over one mesh: those in flight here, and those that other ranks began first."""
+    """The collectives of all groups of one mesh: those in flight here, and those begun first by other ranks."""
 
     def __init__(self, us: int) -> None:
         self._us = us
         self.lowest: dict[int, int] = {}
-        """The lowest rank of each group, by its number."""
+        """The lowest rank of each group, by group number."""
         self._in_flight: dict[_Key, OperationId] = {}
         self._over: dict[_Key, int] = {}
-        """Signatures of the last ones that ended."""
+        """Signatures of the most recently finished operations."""
         self._begun: dict[tuple[int, int], int] = {}
-        """How many a group has begun in a bucket."""
+        """The number of operations begun, by group and bucket."""
         self._ahead: dict[_Key, dict[int, int]] = {}
-        """Of an operation that we have not begun: by sender, the signature of the first frame that came."""
+        """For operations not begun here: the signature of the first frame from each sender."""
 
     def begin(self, identity: OperationId) -> CollectiveError | None:
-        """This rank begins a collective. Returns why it cannot succeed, if a frame that came before shows that."""
+        """Register the start of a collective. Return an error if an earlier frame shows that it cannot succeed."""
         key = (identity.group, identity.bucket, identity.number)
         self._in_flight[key] = identity
         self._begun[key[:2]] = identity.number + 1
@@ -69,21 +69,20 @@ class Agreement:
         return None
 
     def end(self, identity: OperationId) -> None:
-        """It is over here."""
         key = (identity.group, identity.bucket, identity.number)
         self._over[key] = self._in_flight.pop(key).signature
         if len(self._over) > REMEMBERED:
             del self._over[next(iter(self._over))]
 
     def oldest(self) -> list[OperationId]:
-        """The first of each bucket that is in flight."""
+        """Return the oldest operation in flight of each bucket."""
         found: dict[tuple[int, int], OperationId] = {}
         for identity in self._in_flight.values():
             found.setdefault((identity.group, identity.bucket), identity)
         return list(found.values())
 
     def objection(self, sender: int, header: Header) -> CollectiveError | None:
-        """Why a frame that finds no place shows that its sender does something else, if it does."""
+        """Return an error if an unexpected frame shows that its sender runs a different operation."""
         key, number, theirs = (header.group, header.bucket, header.operation), header.operation, header.signature
         identity = self._in_flight.get(key)
         if (identity is not None and identity.signature == theirs) or header.group & POINT_TO_POINT:
@@ -103,7 +102,7 @@ class Agreement:
 
 
 async def watch(mesh: Mesh, agreement: Agreement, every_s: float) -> None:
-    """Go on until cancelled; what has not ended from one look to the next is reported, once."""
+    """Report operations that outlast one interval, once each, until cancelled."""
     before: list[OperationId] = []
     reported: list[OperationId] = []
     while True:
@@ -136,20 +135,20 @@ async def _report(mesh: Mesh, rank: int, identity: OperationId) -> None:
 
 
 def _compared(number: int, one: tuple[int, int], other: tuple[int, int]) -> CollectiveError | None:
-    """What another rank does at one place of the order, given what we do there, if it is not the same."""
+    """Return an error if another rank's operation at this position differs from the local one."""
     text = _unlike(number, one, other)
     return _violation(text, other[0]) if text else None
 
 
 def _contradiction(number: int, ahead: Mapping[int, int]) -> CollectiveError | None:
-    """That two others do unlike operations at one place, if they do: either may be the one that is wrong."""
+    """Return an error if two other ranks run different operations at this position; either may be wrong."""
     (first, *later) = ahead.items()
     text = next(filter(None, (_unlike(number, first, other) for other in later)), "")
     return CollectiveError(text) if text else None
 
 
 def _unlike(number: int, one: tuple[int, int], other: tuple[int, int]) -> str:
-    """How the operations of two ranks differ, given their signatures; empty: they do not."""
+    """Describe how the operations of two ranks differ, given their signatures; empty if they are the same."""
     (rank, signature), (peer, theirs) = one, other
     if signature == theirs:
         return ""

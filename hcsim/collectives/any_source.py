@@ -1,16 +1,17 @@
-"""Receives from any source: which of those that are pending gets which message.
+"""Any-source receives: matching of messages to pending receives.
 
-A receive from any source takes, of all messages with its tag, one that is next from its sender. Messages are matched
-in the order in which the receives were posted, so a receive from a given source that was posted after one from any
-source has to wait until that one is matched: only then is it known which message from its source is next.
-The first of those that are pending is therefore always one from any source, and whatever comes is its.
+An any-source receive takes a message with its tag that is the next one from its sender. Messages are matched in
+the order in which the receives were posted. A receive from a given source that was posted after an any-source
+receive therefore waits until that one is matched: only then is its own message known. So the first pending
+receive is always an any-source one and takes whatever arrives.
 
-A link reports when the message that we look out for shows; until it has a place, it stays where it is. Where several
-are there already, those that were taken in go before those that are still with the system, and then the lowest rank's.
+A link reports when the expected message arrives; the message stays there until it has a place. If several have
+arrived, messages already read take precedence over those still in the system's buffers, and then the lowest
+rank.
 
-A receive from any source needs links to all. Lower ranks are called; higher ones call when they have something to
-send, and until then there is nothing to wait for but the deadline. A rank that has left, or cannot be reached, is
-no failure as long as another could still send.
+An any-source receive needs links to all ranks. Links to lower ranks are opened; higher ranks connect when they
+have something to send, and until then only the deadline limits the wait. A rank that has left or is unreachable
+is no failure as long as another rank could still send.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from hcsim.transport.mesh import Mesh
 
 
 class PendingReceive:
-    """A receive that does not know its message yet: from a rank, or from any source (None)."""
+    """A receive whose message is not known yet: from a rank, or from any source (None)."""
 
     __slots__ = ("_senders", "matched", "source")
 
@@ -35,10 +36,10 @@ class PendingReceive:
         self.source = source
         self._senders = senders
         self.matched: asyncio.Future[tuple[int, int]] = asyncio.get_running_loop().create_future()
-        """The sender of the message, and its number among those from there."""
+        """The sender of the message and its number among the messages from there."""
 
     def why_waiting(self) -> str:
-        """For people."""
+        """Describe what it waits for, for error messages."""
         if self.source is not None:
             return f"waiting for rank {self._senders.members[self.source]}, after one who receives from any rank"
         why = self._senders.why_silent()
@@ -46,17 +47,17 @@ class PendingReceive:
 
 
 class _Senders:
-    """The other ranks of a group, as far as they can send us something."""
+    """The other ranks of a group as possible senders."""
 
     def __init__(self, members: Sequence[int], us: int) -> None:
         self.members = members
         self.ranks = tuple(rank for rank, member in enumerate(members) if member != us)
         self.links: dict[int, Link] = {}
         self.lost: dict[int, HcsimError] = {}
-        """Those from which nothing more comes, and why."""
+        """Ranks that can send no more, and the reason."""
 
     def why_silent(self) -> str:
-        """Why nothing comes from the lost ranks, for people."""
+        """Describe why the lost ranks cannot send, for error messages."""
         return "; ".join(str(error) for _, error in sorted(self.lost.items()))
 
 
@@ -69,7 +70,7 @@ class _TagQueue:
         self._take_number = take_number
         self._pending: deque[PendingReceive] = deque()
         self._sought: dict[int, Tag] = {}
-        """What we look out for, by sender."""
+        """The expected message of each sender."""
 
     @property
     def is_idle(self) -> bool:
@@ -82,7 +83,7 @@ class _TagQueue:
         return pending
 
     def match(self) -> None:
-        """Hand out what is there, and look out for what is not."""
+        """Match what has arrived, and watch for what has not."""
         while self._pending:
             source = self._pending[0].source
             if source is None:
@@ -101,7 +102,7 @@ class _TagQueue:
         self._look_away()
 
     def _arrived(self) -> int | None:
-        """The lowest rank whose next message was taken in. If there is none, we look out for all."""
+        """Return the lowest rank whose next message has been read. If there is none, watch all links."""
         for rank in self._senders.ranks:
             link, tag = self._senders.links.get(rank), self._next_tag(rank)
             if link is None or self._sought.get(rank) == tag:
@@ -119,7 +120,7 @@ class _TagQueue:
         self.match()
 
     def _hand_out(self, source: int) -> None:
-        """The next message from there goes to the first receive."""
+        """Match the next message from this source with the first pending receive."""
         matched = self._pending.popleft().matched
         number = self._take_number(source)
         if not matched.done():
@@ -132,7 +133,7 @@ class _TagQueue:
 
 
 class AnySource:
-    """One group's receives from any source, by tag, and the links that feed them: opened with the first of them."""
+    """The any-source receives of one group by tag, and their links, which open with the first receive."""
 
     def __init__(
         self,
@@ -163,7 +164,7 @@ class AnySource:
             self.lost(member, error)
 
     def is_awaited(self, tag: int) -> bool:
-        """Whether a receive with that tag is pending."""
+        """Return whether a receive with that tag is pending."""
         return tag in self._queues and not self._queues[tag].is_idle
 
     def post(self, tag: int, source: int | None) -> PendingReceive:
@@ -173,19 +174,16 @@ class AnySource:
         return self._queues[tag].post(source)
 
     def joined(self, link: Link) -> None:
-        """There is a new link."""
         if link.peer_rank in self._senders.members:
             self._senders.links[self._senders.members.index(link.peer_rank)] = link
             self._match()
 
     def lost(self, member: int, error: HcsimError) -> None:
-        """Nothing more comes from there."""
         if member in self._senders.members:
             self._senders.lost[self._senders.members.index(member)] = error
             self._match()
 
     def ended(self, error: HcsimError) -> None:
-        """The group is over."""
         for queue in self._queues.values():
             queue.fail(error)
 

@@ -1,13 +1,13 @@
-"""What a reduction computes: sum, mean, min, max, product and bitwise operations, for every dtype that we carry.
+"""Reductions: sum, mean, min, max, product and bitwise operations, for every supported dtype.
 
-Truth values are combined as logic has it: a sum is an or, a product an and. Complex numbers have no order.
+Booleans follow logic: a sum is an or, a product an and. Complex numbers have no order.
 
-Half-width floats are combined and divided block by block in float32 and rounded once: the result is the
-same as of a native half-width operation (float32 has more than twice their digits, plus two, so
-the second rounding cannot differ). Compiled loops widen and narrow them many times faster than numpy does, but
-know finite numbers alone.
+Half-precision floats are combined and divided block by block in float32 and rounded once. The result is the
+same as that of a native half-precision operation (float32 has more than twice their digits, plus two, so the
+second rounding cannot differ). Compiled loops convert them many times faster than numpy, but support finite
+numbers only.
 
-A channel may add numbers itself, as they come (`added_as`): to the same bits.
+A channel may add on receive (`added_as`), with bit-identical results.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from hcsim.errors import UsageError
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Combine: TypeAlias = Callable[[Array, Array, Array], object]
-"""left, right, where the result goes."""
+"""Called with the left operand, the right operand and the output."""
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 HALF_WIDTH = (np.dtype(np.float16), BFLOAT16)
@@ -52,17 +52,17 @@ OPERATIONS = tuple(_UFUNCS)
 _BITWISE = ("band", "bor", "bxor")
 _MEANINGLESS = {"f": _BITWISE, "V": _BITWISE, "i": ("mean",), "u": ("mean",), "b": ("mean",)}
 _MEANINGLESS["c"] = (*_BITWISE, "min", "max")
-"""By the dtype's kind, of which V is bfloat16's."""
+"""By the kind of the dtype; V is bfloat16."""
 
 _FLOATS = {"float16": "e", "bfloat16": "E", "float32": "f", "float64": "d", "complex64": "f", "complex128": "d"}
 _INTEGERS = {1: "B", 2: "H", 4: "I", 8: "Q"}
-"""By their bytes: with a sign or without, they are added alike."""
+"""By size in bytes: signed and unsigned integers are added alike."""
 _BLOCK = 16384
-"""Elements per block: both float32 operands stay in the first-level cache's neighbourhood."""
+"""Elements per block, so that both float32 operands stay close to the first-level cache."""
 
 
 def dtype_named(name: str) -> np.dtype[Any]:
-    """The dtype of that name, bfloat16 included."""
+    """Return the dtype of that name, including bfloat16."""
     found: dict[str, np.dtype[Any]] = {dtype.name: dtype for dtype in DTYPES}
     if name in found:
         return found[name]
@@ -71,13 +71,13 @@ def dtype_named(name: str) -> np.dtype[Any]:
 
 @lru_cache(maxsize=256)
 def check_carried(dtype: np.dtype[Any]) -> None:
-    """Refuse what we do not carry: numbers in another machine's byte order, times, objects."""
+    """Reject unsupported dtypes: foreign byte order, times, objects."""
     if dtype not in DTYPES:
         raise UsageError(f"{dtype} is no dtype that we carry: there are {', '.join(d.name for d in DTYPES)}")
 
 
 def check(operation: str, dtype: np.dtype[Any] | None = None) -> None:
-    """Refuse what has no meaning: an operation that does not exist, or one that the dtype does not have."""
+    """Reject an unknown operation, or one that is undefined for the dtype."""
     if operation not in _UFUNCS:
         raise UsageError(f"{operation!r} is no reduction: there are {', '.join(OPERATIONS)}")
     if dtype is None:
@@ -91,7 +91,7 @@ def check(operation: str, dtype: np.dtype[Any] | None = None) -> None:
 
 @lru_cache(maxsize=256)
 def added_as(operation: str, dtype: np.dtype[Any]) -> str:
-    """What a channel may add such numbers as, for this operation; empty where it has to be done here. See `Fold`."""
+    """Return the type code with which a channel may add on receive; empty if it cannot. See `Fold`."""
     if operation not in ("sum", "mean"):
         return ""
     if dtype.kind in "iu":
@@ -101,7 +101,7 @@ def added_as(operation: str, dtype: np.dtype[Any]) -> str:
 
 @lru_cache(maxsize=256)
 def combiner(operation: str, dtype: np.dtype[Any]) -> Combine:
-    """The function that combines two arrays into a third, which may be one of them."""
+    """Return a function that combines two arrays into a third, which may be one of them."""
     check(operation, dtype)
     ufunc = _UFUNCS[operation]
 
@@ -121,8 +121,8 @@ def combiner(operation: str, dtype: np.dtype[Any]) -> Combine:
 
 
 def _complex_product(left: Array, right: Array, out: Array) -> None:
-    """Step by step: numpy's own product is rounded once or twice, depending on the processor and on the place in the
-    array, and ranks on unlike machines would end with unlike bits."""
+    """Multiply step by step. The product of numpy is rounded once or twice, depending on the processor and the
+    position in the array, so that different machines would get different bits."""
     with np.errstate(all="ignore"):
         for block in _blocks(out):
             a, b, c, d = left[block].real, left[block].imag, right[block].real, right[block].imag
@@ -131,7 +131,7 @@ def _complex_product(left: Array, right: Array, out: Array) -> None:
 
 
 def divide(array: Array, by: int) -> None:
-    """What a mean does last."""
+    """Divide the array in place, as the last step of a mean."""
     if array.dtype in HALF_WIDTH:
         with np.errstate(all="ignore"):
             for block in _blocks(array):

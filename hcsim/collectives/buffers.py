@@ -1,14 +1,15 @@
-"""What an operation works on: the caller's arrays, phantoms in their place, and scratch memory beside them.
+"""The buffers of an operation: the caller's arrays, phantoms in their place, and scratch memory.
 
-A `Buffer` gives an operation's parts one address space, in elements: the plan's. The executor names ranges of it, and
-never learns what lies there. A phantom has a size and no data, and goes wherever an array goes.
+A `Buffer` gives the parts of an operation one address space, in elements, which is that of the plan. The
+executor names ranges of it and does not depend on where they are stored. A phantom has a size and no data, and
+can replace any array.
 
-The parts lie in the caller's own arrays where the plan allows that, and beside them where not. A rank that only passes
-its own part on, or only receives it, needs no memory for the others'. One that combines no more than its own part can
-send the rest straight from the input. What a plan touches, or writes, says which it is.
+The parts are the caller's own arrays where the plan allows it. A rank that only sends or only receives its own
+part needs no memory for the other parts. A rank that combines only its own part sends the rest directly from
+the input. `touched` and `written` derive this from the plan.
 
-What is to be combined with a range is received into scratch memory, which is kept: the system takes longer to clear
-fresh memory than we to fill it.
+Data to be combined are received into scratch memory, which is reused: the system takes longer to clear new
+memory than it takes to fill it.
 """
 
 from __future__ import annotations
@@ -33,13 +34,13 @@ Data: TypeAlias = Array | Phantom
 DataT = TypeVar("DataT", bound=Data)
 
 KEPT_BYTES = 8 * 2**20
-"""How much scratch memory is kept between operations."""
+"""The amount of scratch memory kept between operations."""
 RESERVE_BYTES = 128 * 2**10
-"""How much there is from the start, so that short messages need not wait for room, however short the buffer is."""
+"""The initial scratch memory, so that short messages never wait for it, however short the buffer."""
 WORTH_FOLDING_BYTES = 128 * 2**10
-"""From here on it takes longer to fetch what was received from memory once more than to say how it is to be added."""
+"""From this size on, adding on receive is worth its setup: it saves reading the received data again."""
 WORTH_SPARING = 4096
-"""Elements from which on a look at the plan is quicker than a copy of everything."""
+"""From this number of elements on, examining the plan is faster than copying everything."""
 _ARRAYS = (np.ndarray, np.generic)  # made once: every operation asks
 _size_bytes = attrgetter("nbytes")
 
@@ -48,7 +49,6 @@ _size_bytes = attrgetter("nbytes")
 
 
 def length_of(data: Data) -> int:
-    """How many elements there are."""
     if isinstance(data, _ARRAYS):
         return int(data.size)
     if isinstance(data, Phantom):
@@ -62,13 +62,13 @@ def _unusable(data: object) -> UsageError:
 
 
 def array_of(data: Data) -> Array:
-    """The data, where it cannot be a phantom."""
+    """Return the data, which must not be a phantom."""
     assert not isinstance(data, Phantom)
     return data
 
 
 def writable(data: DataT) -> DataT:
-    """The data, if it can be received into."""
+    """Return the data; raise `UsageError` if they are read-only."""
     try:
         is_writable = isinstance(data, Phantom) or data.flags.writeable
     except AttributeError:
@@ -79,24 +79,23 @@ def writable(data: DataT) -> DataT:
 
 
 def contiguous(data: Data) -> Data:
-    """The data, or a copy of them whose elements lie in one piece."""
+    """Return the data, or a contiguous copy."""
     return data if isinstance(data, Phantom) else np.ascontiguousarray(data)
 
 
 def flat(array: Array) -> Array:
-    """The array as one row of elements, sharing its memory."""
+    """Return a one-dimensional view of the array."""
     if not array.flags.c_contiguous:
         raise UsageError("the array's elements must lie in one piece: pass np.ascontiguousarray(array)")
     return array.reshape(-1)
 
 
 def empty_like(data: Data, length: int) -> Data:
-    """Memory for other elements of the same kind."""
     return Phantom(length * data.itemsize, data.itemsize) if isinstance(data, Phantom) else np.empty(length, data.dtype)
 
 
 def output_for(length: int, like: Data, into: Data | None) -> Data:
-    """Memory for that many elements of that kind: the caller's `into`, flat, or else new."""
+    """Return memory for `length` elements like `like`: the caller's `into`, flattened, or a new allocation."""
     if into is None:
         return empty_like(like, length)
     if isinstance(into, Phantom) or isinstance(like, Phantom):
@@ -109,14 +108,14 @@ def output_for(length: int, like: Data, into: Data | None) -> Data:
 
 
 def part_of(data: Data, lo: int, hi: int) -> Data:
-    """Some of the elements, sharing their memory."""
+    """Return a view of a range of the elements."""
     if isinstance(data, Phantom):
         return Phantom((hi - lo) * data.itemsize, data.itemsize)
     return data.reshape(-1)[lo:hi]
 
 
 def parts_by_rank(whole: Data, cuts: tuple[int, ...], like: Data, counts: Sequence[int] | None) -> list[Data]:
-    """Every rank's part; equal ones have the shape of ours."""
+    """Return the part of every rank; parts of equal length have the shape of `like`."""
     parts = [part_of(whole, lo, hi) for lo, hi in pairwise(cuts)]
     if counts is None and not isinstance(like, Phantom):
         return [array_of(part).reshape(like.shape) for part in parts]
@@ -124,13 +123,13 @@ def parts_by_rank(whole: Data, cuts: tuple[int, ...], like: Data, counts: Sequen
 
 
 def overlaps(whole: Data, parts: Sequence[Data]) -> bool:
-    """Whether some of the parts' elements are also the whole's."""
+    """Return whether any part shares memory with the whole."""
     arrays = [part for part in parts if not isinstance(part, Phantom)]
     return not isinstance(whole, Phantom) and any(np.may_share_memory(whole, array) for array in arrays)
 
 
 def copy_into(target: Data, source: Data) -> None:
-    """Copy all elements; the lengths and the kind must be the same."""
+    """Copy all elements; the lengths and the dtype must be equal."""
     if length_of(target) != length_of(source):
         raise UsageError(f"a part has {length_of(source)} elements where {length_of(target)} are expected")
     if isinstance(target, Phantom) and isinstance(source, Phantom):
@@ -146,7 +145,7 @@ def _named(data: Data) -> str:
 
 
 def _is_same(one: Array, other: Array) -> bool:
-    """Whether these, which have the same length, are the same elements."""
+    """Return whether two arrays of equal length are the same memory."""
     return np.may_share_memory(one, other) and (
         one.flags.c_contiguous and other.flags.c_contiguous and one.ctypes.data == other.ctypes.data
     )
@@ -156,39 +155,39 @@ def _is_same(one: Array, other: Array) -> bool:
 
 
 class Buffer(Protocol):
-    """Elements of which ranges can be sent, received into, combined and finished."""
+    """Elements, ranges of which can be sent, received, combined and finished."""
 
     element_bytes: int
     is_phantom: bool
     kind: str
-    """What the elements are."""
+    """The name of the element type."""
     numbers: str
-    """What ranges are added as, where a channel may do that; see `Fold`. Empty: they are combined otherwise."""
+    """The type code with which a channel may add on receive (see `Fold`); empty if it may not."""
     divisor: int
-    """What a range is divided by when it is finished."""
+    """The divisor that `finish` applies."""
 
     def payload(self, lo: int, hi: int) -> Payload:
-        """The range, to be sent."""
+        """Return the range for sending."""
 
     def place(self, lo: int, hi: int) -> memoryview | None:
-        """The range, to be received into; None when it has no bytes of its own."""
+        """Return the memory of the range for receiving; None if it has no bytes."""
 
     def fold(self, lo: int, hi: int, room: memoryview) -> Fold | None:
-        """The range, to be added to as bytes come, if that is how it is combined and if it pays."""
+        """Return a `Fold` that adds to the range on receive, or None if that is not possible or not worthwhile."""
 
     def combine(self, lo: int, hi: int, received: Payload, *, received_left: bool) -> None:
-        """Combine the range with what was received, which is the left or the right operand."""
+        """Combine the range with the received data, which are the left or the right operand."""
 
     def finish(self, lo: int, hi: int) -> None:
-        """Apply what comes last to the range."""
+        """Apply the last step of the reduction to the range."""
 
 
 _phantom = lru_cache(maxsize=1024)(Phantom)
-"""Simulated ranks share them: what they send has few sizes."""
+"""Cached, because simulated ranks send few different sizes."""
 
 
 class PhantomBuffer:
-    """Sizes alone."""
+    """A buffer with a size and no data."""
 
     __slots__ = ("element_bytes",)
     is_phantom = True
@@ -216,10 +215,9 @@ class PhantomBuffer:
 
 
 class ArrayBuffer:
-    """Contiguous arrays of one dtype that follow each other in the address space, the first at `base`.
+    """Contiguous arrays of one dtype at consecutive addresses, the first at `base`.
 
-    A range that is sent or received lies within one of them.
-    """
+    A range that is sent or received lies within one of them."""
 
     __slots__ = ("_arrays", "_bytes", "_combine", "_starts", "divisor", "dtype", "element_bytes", "kind", "numbers")
     is_phantom = False
@@ -284,12 +282,12 @@ class ArrayBuffer:
 
 @lru_cache(maxsize=256)
 def _name_of(dtype: np.dtype[Any]) -> str:
-    """The same for dtypes that are equal, as int64 and long long are; numpy takes microseconds to make it up."""
+    """Return one name for equal dtypes, such as int64 and long long. Cached, because numpy takes microseconds."""
     return dtype.name
 
 
 def reduction_buffer(parts: Sequence[Data], op: str, world: int) -> Buffer:
-    """A buffer whose ranges are combined with what is received."""
+    """Return a buffer whose ranges are combined with received data."""
     first = parts[0]
     if isinstance(first, Phantom):
         check(op)
@@ -300,7 +298,7 @@ def reduction_buffer(parts: Sequence[Data], op: str, world: int) -> Buffer:
 
 
 def transfer_buffer(parts: Sequence[Data], base: int = 0) -> Buffer:
-    """A buffer that is only sent and received into."""
+    """Return a buffer that is only sent and received."""
     arrays = [part for part in parts if not isinstance(part, Phantom)]
     if any(part.itemsize != parts[0].itemsize for part in parts):
         raise UsageError("the parts must all have elements of one size")
@@ -322,13 +320,13 @@ class Span(NamedTuple):
     hi: int
 
     def around(self, lo: int, hi: int) -> Span:
-        """The smallest span that also has this range in it; an empty range is nowhere."""
+        """Return the smallest span that also contains this range; an empty range adds nothing."""
         return Span(min(self.lo, lo), max(self.hi, hi)) if lo < hi else self
 
 
 @lru_cache(maxsize=256)
 def touched(operation: str, algorithm: str, rank: int, shape: Shape, own: Span) -> Span:
-    """What the rank's plan sends or receives, and its own part."""
+    """Return the span of everything that the rank's plan sends or receives, and its own part."""
     span = own
     for actions in plan(operation, algorithm, rank, shape).rounds:
         for action in actions:
@@ -338,7 +336,7 @@ def touched(operation: str, algorithm: str, rank: int, shape: Shape, own: Span) 
 
 @lru_cache(maxsize=256)
 def written(operation: str, algorithm: str, rank: int, shape: Shape, own: Span) -> Span:
-    """What the rank's plan changes, its own part, and whatever is sent together with some of that."""
+    """Return the span that the rank's plan changes, its own part, and every message that overlaps it."""
     actions = [action for round_ in plan(operation, algorithm, rank, shape).rounds for action in round_]
     span = own
     for action in actions:
@@ -354,7 +352,7 @@ def written(operation: str, algorithm: str, rank: int, shape: Shape, own: Span) 
 
 
 def scatter_input(data: Sequence[Data] | Data | None, into: Data, cuts: tuple[int, ...]) -> Data:
-    """All parts that the root of a scatter sends, in one piece."""
+    """Return all parts that the root of a scatter sends, contiguously."""
     ranks = len(cuts) - 1
     if isinstance(data, np.ndarray) and not isinstance(into, Phantom):
         if data.size != cuts[-1] or data.dtype != into.dtype:
@@ -371,7 +369,9 @@ def scatter_input(data: Sequence[Data] | Data | None, into: Data, cuts: tuple[in
 
 
 def part_buffer(operation: str, algorithm: str, rank: int, shape: Shape, part: Data) -> tuple[Buffer, Data]:
-    """A buffer for what the rank's plan touches, and where in it our own part lies: in `part` itself if that is all."""
+    """Return a buffer for the span that the rank's plan touches, and the place of the rank's own part in it.
+
+    The buffer is `part` itself if the plan touches nothing else."""
     own = _own(rank, shape)
     reach = touched(operation, algorithm, rank, shape, own)
     if reach == own:
@@ -383,7 +383,7 @@ def part_buffer(operation: str, algorithm: str, rank: int, shape: Shape, part: D
 def reduce_scatter_buffer(
     data: Data, into: Data | None, op: str, algorithm: str, rank: int, shape: Shape
 ) -> tuple[Buffer, Data]:
-    """A buffer for a reduction of data that stay as they are, and where in it our own part lies."""
+    """Return a buffer for a reduction that keeps the input unchanged, and the place of the rank's own part."""
     own = _own(rank, shape)
     if isinstance(data, Phantom):
         return reduction_buffer([data], op, shape.world), part_of(data, *own)
@@ -407,7 +407,7 @@ def _own(rank: int, shape: Shape) -> Span:
 
 
 def _may_be_written(into: Array, row: Array, own: Span) -> bool:
-    """Whether that spoils nothing that has still to be sent."""
+    """Return whether writing to `into` leaves everything still to be sent unchanged."""
     return not (np.may_share_memory(into, row[: own.lo]) or np.may_share_memory(into, row[own.hi :]))
 
 
@@ -415,11 +415,11 @@ def _may_be_written(into: Array, row: Array, own: Span) -> bool:
 
 
 class ScratchPool:
-    """Rooms for what is received beside a buffer."""
+    """A pool of scratch memory for received data."""
 
     def __init__(self) -> None:
         self._free: list[memoryview] = []
-        """In rising size."""
+        """In ascending order of size."""
         self._fresh = True
 
     @property
@@ -428,7 +428,7 @@ class ScratchPool:
         return sum(map(_size_bytes, self._free))
 
     def take(self, size_bytes: int) -> memoryview:
-        """A room of at least that size. Where there is none, the smaller ones go: the new one serves in their place."""
+        """Return memory of at least this size. If none is free, the smaller pieces are replaced by a new one."""
         if self._fresh:  # not before: phantoms need none
             self._fresh = False
             self._free = [np.zeros(RESERVE_BYTES // 2, np.uint8).data for _ in range(2)]
@@ -439,7 +439,7 @@ class ScratchPool:
         return np.empty(size_bytes, np.uint8).data
 
     def give_back(self, room: memoryview) -> None:
-        """A room that nothing writes into any more."""
+        """Return memory that is no longer written to."""
         insort(self._free, room, key=_size_bytes)
         while self.kept_bytes > KEPT_BYTES:
             self._free.pop(0)

@@ -1,4 +1,4 @@
-"""What a set of plans costs over given links, in seconds: the critical path, segment by segment.
+"""Cost model: the duration of a set of plans over given links, from the critical path of their segments.
 
 A message is cut into segments, each of which is a frame. A frame from i to j
 
@@ -8,11 +8,11 @@ A message is cut into segments, each of which is a frame. A frame from i to j
     is added   (`Reduce`) at `reduce_Bps`, one frame after the other;
     is written when earlier sends and writes of its range are over.
 
-Each rank has one port out and one in, which work at the speed of its best link, one frame at a
-time, in the plan's order; the messages of one round take turns, segment by segment. So a fast
-rank can serve two slow ones at once, and no rank gains from having many peers. This is the α–β
-model with ports (R. W. Hockney, Parallel Computing 20, 1994), plus pipelining. Not in it: media
-that ranks share, such as Wi-Fi, and whatever varies in time.
+Each rank has one output and one input port, which work at the speed of its best link, one frame at a time, in
+the order of the plan; the messages of one round take turns, segment by segment. So a fast rank can serve two
+slow ones at once, and no rank gains from having many peers. This is the α–β model with ports (R. W. Hockney,
+Parallel Computing 20, 1994), plus pipelining. It does not model shared media such as Wi-Fi, or variation in
+time.
 """
 
 from __future__ import annotations
@@ -27,21 +27,20 @@ from hcsim.collectives.verify import DryRun, IntervalMap, Key, PlanError
 from hcsim.errors import UsageError
 
 Matrix: TypeAlias = tuple[tuple[float, ...], ...]
-"""Row: sender, column: receiver. The diagonal is not used."""
+"""Rows are senders, columns receivers. The diagonal is not used."""
 
 
 class Links(msgspec.Struct, frozen=True):
-    """What was measured between all pairs of ranks."""
+    """Measured figures of the links between all pairs of ranks."""
 
     latency_s: Matrix
     bandwidth_Bps: Matrix
-    """Bytes per second."""
     overhead_s: float = 0.0
-    """What sending a frame costs, whatever its size."""
+    """The cost of sending a frame of any size."""
     reduce_Bps: float | None = None
-    """Bytes that a rank adds up per second; None when that takes no time worth counting."""
+    """Bytes that a rank reduces per second; None if that time is negligible."""
     pass_on: bool = False
-    """Whether all of them pass on what comes without a stop, as those within a machine do."""
+    """Whether all links can forward received data directly, as links within a machine do."""
 
     def __post_init__(self) -> None:
         n = len(self.latency_s)
@@ -52,12 +51,12 @@ class Links(msgspec.Struct, frozen=True):
 
     @classmethod
     def uniform(cls, world: int, latency_s: float, bandwidth_Bps: float) -> Links:
-        """The same link between all pairs."""
+        """Return equal links between all pairs."""
         return cls(((latency_s,) * world,) * world, ((bandwidth_Bps,) * world,) * world)
 
 
 def price(plans: Sequence[Rounds], links: Links, element_bytes: int, segment_bytes: int) -> float:
-    """Seconds until the last rank is done, when all start together."""
+    """Return the seconds until the last rank is done, when all start together."""
     if len(plans) != len(links.latency_s):
         raise UsageError(f"{len(plans)} plans cannot run over the links of {len(links.latency_s)} ranks")
     if segment_bytes < element_bytes:
@@ -69,7 +68,7 @@ def price(plans: Sequence[Rounds], links: Links, element_bytes: int, segment_byt
 
 
 class _RankTimes:
-    """When a rank's ports, arithmetic and ranges are free."""
+    """The times when a rank's ports, arithmetic and ranges are free."""
 
     def __init__(self, rounds: Rounds, out_Bps: float, in_Bps: float) -> None:
         self.out_Bps, self.in_Bps = out_Bps, in_Bps
@@ -111,7 +110,7 @@ class _Pricing:
                 self._arrive(rank, action, lo, hi, *self.dry_run.take(key))
 
     def _leave(self, rank: int, peer: int, lo: int, hi: int) -> tuple[float, float]:
-        """Send a frame; returns when its first and its last byte reach the peer's port."""
+        """Send a frame; return when its first and its last byte reach the peer's port."""
         us, size_bytes = self.ranks[rank], (hi - lo) * self.element_bytes
         cell = us.cell(lo, hi)
         start = max(us.out_free_s, self.link_free_s[rank][peer], *us.written_s.values(*cell)) + self.links.overhead_s
@@ -143,9 +142,9 @@ class _Pricing:
 
 
 def _segments(actions: Round, segment: int) -> Iterator[tuple[Send | Recv | Reduce, int, int, int]]:
-    """The round's messages in turns, a segment of each; cut as the executor cuts them, from the message's start.
+    """Yield the segments of a round's messages in turn, cut as by the executor, from the start of each message.
 
-    Ranges of one round are taken to be equal or disjoint, as all planners here have them."""
+    Ranges of one round must be equal or disjoint, as in all planners here."""
     messages = [action for action in actions if not isinstance(action, Finish)]
     longest = max((action.hi - action.lo for action in messages), default=0)
     for offset in range(0, max(longest, 1), segment):
@@ -164,10 +163,10 @@ def closed_form(
     arity: int = 2,
     header_bytes: int = 0,
 ) -> float:
-    """Seconds of an all_reduce of L bytes over n uniform links, as the textbooks have it.
+    """Return the textbook duration of an all_reduce of L bytes over n uniform links, in seconds.
 
-    Messages are not cut, overhead and arithmetic cost nothing, and L is a multiple of n. α is the
-    latency, B = L / β the time of the whole buffer on a link:
+    Messages are not cut, overhead and arithmetic cost nothing, and L is a multiple of n. With the latency α and the
+    time of the whole buffer on a link, B = L / β:
 
         ring                 2 (n - 1) (α + B / n)
         recursive_doubling   log2(n) (α + B)                           n a power of two
@@ -176,11 +175,10 @@ def closed_form(
         centralized          2 (α + (n - 1) B)                         the root's port serves one at a time
         tree                 up + down, over the ranks of the tree; 2 h (α + k B) for a full one of height h
 
-    The messages that a rank sends, or receives, at one time share its port evenly. So going down, a parent
-    of c children is done with them after α + c B; going up, it has c messages after α and however long its
-    port is busy with them, from the first that is ready to the last. Of headers, which make each message
-    longer, the textbooks know nothing.
-    """
+    Simultaneous messages of a rank share its port evenly. Going down, a parent of c children is done after α + c B.
+    Going up, it has c messages after α and the time that its port is busy with them, from the first that is ready
+    to the last. Headers, which make each message longer, are not part of the textbook formulas; they are added if
+    `header_bytes` is given."""
     n = world
     whole_s, part_s = ((length_bytes + header_bytes) / beta_Bps for length_bytes in (size_bytes, size_bytes / n))
     if n == 1:
@@ -206,14 +204,16 @@ def _children(v: int, world: int, arity: int) -> range:
 
 
 def _up_s(v: int, world: int, alpha_s: float, buffer_s: float, arity: int) -> float:
-    """When v has its whole subtree's sum: a port that serves all that are ready is done when one in turn would be."""
+    """Return when v has the sum of its subtree.
+
+    A port shared evenly finishes at the same time as one that serves the ready messages in turn."""
     ready_s = sorted(_up_s(child, world, alpha_s, buffer_s, arity) for child in _children(v, world, arity))
     waiting = [ready + (len(ready_s) - i) * buffer_s for i, ready in enumerate(ready_s)]
     return alpha_s + max(waiting) if waiting else 0.0
 
 
 def _down_s(v: int, world: int, alpha_s: float, buffer_s: float, arity: int) -> float:
-    """How long after v has the result the last of its subtree has it."""
+    """Return how long after v the last rank of its subtree has the result."""
     children = _children(v, world, arity)
     if not children:
         return 0.0

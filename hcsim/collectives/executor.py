@@ -1,20 +1,20 @@
-"""The executor: carries out the schedule of any operation.
+"""The executor: runs the schedule of any operation.
 
-Sequential, for short messages: the plan, action by action, in one task. A round's messages are given their places while
-the round before it still waits for its own, so that their bytes find them without a detour. Those that are combined
-get scratch memory, in the plan's order, as long as there is some left.
+Sequential, for short messages: one task runs the plan, action by action. The receives of a round are posted
+while the previous round still waits for its own, so that data are received directly into place. Messages to be
+combined get scratch memory in the order of the plan, while there is some left.
 
-Forwarding, within a sequential schedule: what a round receives only for the next one to send, channels may pass on as
-it comes, round after round, without a stop here. The sequential executor goes on where that ends.
+Forwarding, within a sequential schedule: channels may forward what a round receives only for the next round to
+send, over several rounds, without the executor. The sequential executor continues where forwarding ends.
 
-Pipelined, for messages that are cut into segments: one task per lane. A segment is combined as soon as it is there and
-its turn has come, and is passed on at once, while the next one is still under way. Where all that comes before it has
-happened, it may be added on its way in. Otherwise it comes into scratch memory: where it is its range's turn to be
-combined, it always gets some (there is one such segment for each range at most), and the rest goes to segments that
-come before their turn.
+Pipelined, for messages that are cut into segments: one task per lane. A segment is combined as soon as it has
+arrived and its turn has come, and is sent on while the next one is still in flight. If everything before it is
+done, it may be added on receive. Otherwise it is received into scratch memory. A segment whose turn has come
+always gets scratch memory (there is at most one such segment per range); the rest goes to segments received
+ahead of their turn.
 
-In either way scratch memory is no larger than the buffer itself (or a small reserve): so an operation needs at most
-twice its data. Whatever finds no place waits with the system.
+In both modes scratch memory is no larger than the buffer itself (or a small reserve), so an operation needs at
+most twice its data. Messages without a place wait in the system's buffers.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from hcsim.runtime.channel import Fold, Leg, Payload
 from hcsim.transport.link import Link
 
 WORTH_FORWARDING_BYTES = 2**15
-"""What is shorter gains little: rings, in which most is only passed on, are for long messages."""
+"""Shorter messages are not forwarded; rings, which forward most, are for long messages."""
 POSTED = 2
-"""Segments of a lane that have their place: the one that is coming, and those behind it."""
+"""The number of posted segments per lane: the one that is arriving and those behind it."""
 _STAGES_AT_ONCE = 32
-"""How many are prepared before the first of them moves: the other ranks can begin meanwhile."""
+"""The number of stages prepared before the first starts; the limit lets the other ranks begin meanwhile."""
 
 _Posted: TypeAlias = list[tuple[asyncio.Future[Payload], int] | None]
-"""What comes, for each action of a round, and the scratch memory that it takes, in elements: as much as the largest
-before it, which may be used again for less."""
+"""For each action of a round, the pending receive and its scratch memory in elements. The latter is that of the
+largest reduction so far, because that memory may be reused for a smaller one."""
 
 
 def execute(operation: Operation, activity: Activity) -> Coroutine[Any, Any, object]:
-    """Carry out its schedule, from the first frame to the last; its links are open."""
+    """Run the operation's schedule from the first frame to the last. Its links must be open."""
     # What runs is not awaited by a coroutine in between: each wake-up would take a step more.
     operation.enter(RUNNING)
     schedule = operation.schedule
@@ -57,7 +57,7 @@ def execute(operation: Operation, activity: Activity) -> Coroutine[Any, Any, obj
 
 
 class _Position(NamedTuple):
-    """How far a sequential operation is: which round comes next, and whether what it sends has left."""
+    """The progress of a sequential operation: the next round, and whether its send is done."""
 
     step: int
     sent: bool
@@ -67,7 +67,7 @@ _START = _Position(0, sent=False)
 
 
 class _Sequential:
-    """One operation's rounds, and what of them is posted."""
+    """The rounds of one operation and their posted receives."""
 
     __slots__ = ("_deferred", "_largest", "_links", "_operation", "_rounds", "_space", "_spaceless", "forwarder")
 
@@ -83,7 +83,7 @@ class _Sequential:
         self._space = max(schedule.scratch, RESERVE_BYTES // buffer.element_bytes)
         self._largest = 0
         self._spaceless: deque[tuple[_Posted, int, int, Reduce]] = deque()
-        """Those of the rounds so far that have no scratch memory yet."""
+        """Reductions of the rounds so far that have no scratch memory yet."""
         self.forwarder: _Forwarder | None = None
         if schedule.sent * buffer.element_bytes >= WORTH_FORWARDING_BYTES and not buffer.is_phantom:
             for link in operation.links.values():
@@ -98,7 +98,7 @@ class _Sequential:
             at = await self.run(at, activity)
 
     async def run(self, at: _Position, activity: Activity) -> _Position:
-        """From there on, to the end or to where forwarding may begin, behind the first round at least."""
+        """Run at least one round, and continue to the end or to a round where forwarding may begin."""
         operation, links, forwarder = self._operation, self._links, self.forwarder
         rank = operation.id.rank
         step, sent = at
@@ -145,11 +145,10 @@ class _Sequential:
         return _Position(step, sent=False)
 
     def _post(self, step: int) -> _Posted:
-        """Say where a round's messages go, once the round before it has sent all it sends.
+        """Post the receives of a round, once the previous round has sent everything.
 
-        A reduction is received into scratch memory, where it can wait for its turn. Anything else has to
-        wait for whatever still reads or writes its range.
-        """
+        A reduction is received into scratch memory, where it can wait for its turn. Any other receive is deferred while
+        its range is still read or written."""
         if step == len(self._rounds):
             return []
         operation, deferred, spaceless, actions = self._operation, self._deferred, self._spaceless, self._rounds[step]
@@ -166,7 +165,7 @@ class _Sequential:
         return posted
 
     def _post_reduce(self, posted: _Posted, step: int, number: int, action: Reduce) -> bool:
-        """Whether there was space for the one that comes next. One whose turn it is finds all of it free."""
+        """Post the next reduction; return False without scratch memory. When its turn comes, all of it is free."""
         largest = self._largest = max(self._largest, action.hi - action.lo)
         if largest > self._space:
             return False
@@ -178,9 +177,9 @@ class _Sequential:
 
 
 class _Forwarder:
-    """Runs those stages of an operation that its links can pass on: one leg for each frame that comes.
+    """Runs the stages of an operation that its links can forward, with one leg per received frame.
 
-    Where a stage sends what the one before has taken, that is one leg."""
+    A stage that sends what the previous one received is part of the same leg."""
 
     def __init__(self, operation: Operation, links: dict[int, Link], stages: ForwardStages) -> None:
         self._operation = operation
@@ -189,13 +188,13 @@ class _Forwarder:
         size = operation.buffer.element_bytes
         self._least = WORTH_FORWARDING_BYTES // size
         self._most = {peer: link.outlet.most_bytes // size if link.outlet else -1 for peer, link in links.items()}
-        """Elements of a message that can be passed on, by peer."""
+        """The longest message that can be forwarded, in elements, by peer."""
 
     def may_begin(self, step: int) -> bool:
         return self._ends(step) is not None
 
     async def run(self, at: _Position, activity: Activity) -> _Position:
-        """As far as that goes. What comes then is to be done in the usual way."""
+        """Forward as many rounds as possible; return where the sequential executor continues."""
         while (ends := self._ends(at.step)) is not None:
             source, to = ends
             legs, reached = self._legs(at, source, to)
@@ -212,7 +211,7 @@ class _Forwarder:
         return at
 
     def _ends(self, step: int) -> tuple[Link, Link] | None:
-        """From where to where frames would be forwarded, beginning with the round."""
+        """Return the links from and to which frames would be forwarded, starting with this round."""
         stage = self._stages[step] if step < len(self._stages) else None
         if stage is None or stage.take is None or stage.send is None:
             return None
@@ -221,7 +220,7 @@ class _Forwarder:
         return self._links[stage.take.peer], self._links[stage.send.peer]
 
     def _legs(self, at: _Position, source: Link, to: Link) -> tuple[list[Leg], list[_Position]]:
-        """The legs from there on that come from one peer and go to another, and how far we are after each."""
+        """Return the following legs between these two links, and the position after each."""
         operation, buffer, links = self._operation, self._operation.buffer, self._links
         us, source_rank = operation.id.rank, source.peer_rank
         legs: list[Leg] = []
@@ -277,7 +276,7 @@ async def _pipelined(operation: Operation, schedule: Schedule) -> None:
 
 
 class _Lanes:
-    """What the lanes of one operation share: how far each cell of the buffer is."""
+    """The state shared by the lanes of one operation: the progress of each cell of the buffer."""
 
     def __init__(self, operation: Operation, schedule: Schedule) -> None:
         self._operation = operation
@@ -285,14 +284,13 @@ class _Lanes:
         self._sends = [0] * schedule.cells
         self._space = schedule.scratch - schedule.combined
         self._before_turn: dict[tuple[int, int], int] = {}
-        """Elements of scratch memory that were given out before their turn, by lane and number."""
+        """Scratch memory given out ahead of turn, in elements, by lane and segment number."""
         self._waiters: dict[int, list[asyncio.Future[None]]] = {}
         self._sent = 0
         self._turns: dict[int, asyncio.Future[None]] = {}
-        """Of segments that are ready to leave."""
+        """Waiting segments that are ready to be sent."""
 
     async def run(self, lane: Lane) -> None:
-        """Run one lane to its end."""
         with self._operation.activity() as activity:
             activity.peer = lane.peer
             if lane.kind is Send:
@@ -347,7 +345,7 @@ class _Lanes:
             self._count(self._writes, segment)
 
     def _post_ahead(self, lane: Lane, number: int, posted: deque[asyncio.Future[Payload]]) -> None:
-        """Say where the next segments go, as far as that is known: a reduction is received into scratch memory."""
+        """Post the next segments as far as their place is known; a reduction is received into scratch memory."""
         following = number + len(posted)
         while len(posted) < POSTED and following < len(lane.segments):
             segment, reduces = lane.segments[following], lane.reduces[following]
@@ -378,7 +376,7 @@ class _Lanes:
         return True
 
     async def _ready(self, segment: Segment, *, sends: bool) -> None:
-        """Wait until what must come before the segment has happened."""
+        """Wait until everything that must precede the segment is done."""
         for cell, writes_before, sends_before in segment.needs:
             while self._writes[cell] < writes_before or (sends and self._sends[cell] < sends_before):
                 change: asyncio.Future[None] = asyncio.get_running_loop().create_future()

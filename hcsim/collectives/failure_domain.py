@@ -1,12 +1,11 @@
-"""What all groups over one mesh share: its links, and the failure that ends them together.
+"""The failure domain of one mesh: the links that all its groups share, and the failure that ends them together.
 
-A collective that fails on one rank has failed: the ranks no longer agree on what was done. So a
-group breaks as a whole. The first rank to notice tells the others, and each operation in flight
-ends with an error that names the cause, on every rank, whatever it was waiting for. Afterwards the
-group only repeats that error; `Group.reopen` makes a new one, under the next epoch.
+A collective that fails on one rank has failed everywhere, because the ranks no longer agree on what was done. A
+group therefore breaks as a whole. The first rank to notice notifies the others, and each operation in flight
+ends with an error that names the cause, on every rank. Later operations raise the same error; `Group.reopen`
+creates a new group under the next epoch.
 
-An error is raised only once the links are closed, so that nothing writes into the caller's
-arrays any more.
+An error is raised only after the links are closed, so that nothing writes to the caller's arrays any more.
 """
 
 from __future__ import annotations
@@ -26,20 +25,20 @@ from hcsim.transport.mesh import ABORT_TIMEOUT_S, Mesh
 
 _GAVE_UP = "rank {} gave up: "
 TOLD = "told by a peer"
-"""The phase of an error that another rank found."""
+"""The phase of an error that another rank has reported."""
 
 
 class LinkObserver(Protocol):
-    """Is told what becomes of the links."""
+    """Receives events of the links."""
 
     def joined(self, link: Link) -> None:
-        """There is a new link."""
+        """Called when a link has opened."""
 
     def lost(self, member: int, error: HcsimError) -> None:
-        """Nothing more comes from there."""
+        """Called when the member can send no more."""
 
     def ended(self, error: HcsimError) -> None:
-        """The group is over."""
+        """Called when the group has ended."""
 
 
 class FailureDomain:
@@ -52,31 +51,30 @@ class FailureDomain:
         self.metrics = OperationMetrics(mesh.host)
         self.error: HcsimError | None = None
         self.waited_for: int | None = None
-        """The rank that the oldest operation was waiting for when the group failed, if it was waiting."""
+        """The rank that the oldest waiting operation was waiting for when the group failed, or None."""
         self.skipped: RemoteProtocolError | None = None
-        """What shows that this rank had left out what was waited for, if anything does."""
+        """Evidence that this rank skipped what was waited for, or None."""
         self.standing_s = 0.0
-        """How long that operation had been under way then; or, if none was waiting, how long ago the last one ended
-        here."""
+        """The age of that operation at the failure; if none was waiting, the time since the last one ended."""
         self.ended_s = mesh.host.clock.elapsed()
-        """When the last operation ended, or else when there was none yet."""
+        """The time when the last operation ended, initially the time of creation."""
         self.in_flight: dict[Operation, float] = {}
-        """When they began, in the order in which their tasks did."""
+        """The start times of the operations in flight, in the order in which their tasks started."""
         self.observers: list[LinkObserver] = []
         self._failing = asyncio.Event()
         self._ending: asyncio.Task[None] | None = None
         self._cancelling = False
         self._watching: asyncio.Task[None] | None = None
         self._expected: range = range(0)
-        """Ranks that are about to call us, until all have."""
+        """Ranks that have yet to connect to this one."""
         mesh.on_link = self._adopt
         mesh.on_newer = self._left_behind
 
     async def watch(self, every_s: float) -> None:
-        """Look, that often, for collectives that do not end because other ranks do something else.
+        """Check periodically for collectives that do not end because other ranks call different ones.
 
-        Rank 0 has a link to every rank from now on: so it notices a lost one before it is needed, and through it
-        a failure reaches also those that still wait to be called. Returns when we have ours."""
+        Rank 0 keeps a link to every rank. It therefore notices a lost rank early, and can report a failure to ranks
+        that are still waiting. Returns once the links of this rank are open."""
         mesh = self.mesh
         if mesh.us.rank == 0:
             self._expected = range(1, mesh.us.world)
@@ -94,7 +92,7 @@ class FailureDomain:
     # The end.
 
     def fail(self, error: CollectiveError) -> None:
-        """Break the group, for this reason; only the first one counts."""
+        """Break the group for this reason; only the first reason counts."""
         if self.error is None:
             self.error = error
             waits = ((each.id, began_s, *each.waiting_for()) for each, began_s in self.in_flight.items())
@@ -107,19 +105,19 @@ class FailureDomain:
             self._end((Kind.ABORT, str(error)), error, [rank for rank in self._expected if rank not in self.mesh.links])
 
     async def broken(self, error: CollectiveError) -> None:
-        """Break the group, and return when the links are closed."""
+        """Break the group and wait until the links are closed."""
         self.fail(error)
         await self.ended()
 
     async def leave(self) -> None:
-        """Leave in an orderly way, when nothing is in flight any more."""
+        """Leave in an orderly way; no operation may be in flight."""
         if self.error is None:
             self.error = CollectiveError("the group is closed")
             self._end((Kind.BYE, ""), self.error)
         await self.ended()
 
     async def ended(self) -> None:
-        """Return when the links are closed."""
+        """Wait until the links are closed."""
         if self._ending is not None:
             await asyncio.shield(self._ending)
 
@@ -135,7 +133,7 @@ class FailureDomain:
     # Why an operation failed.
 
     async def reason(self, operation: Operation, error: CollectiveError) -> CollectiveError:
-        """What to tell the caller. A peer that hangs up may have sent the reason just before."""
+        """Return the error to raise. A peer that disconnects may have sent the actual reason just before."""
         cause = error.__cause__
         if not isinstance(cause, ChannelError) or isinstance(cause, RemoteProtocolError):
             return error  # a peer that says something wrong has not hung up, and that is the reason
@@ -173,8 +171,10 @@ class FailureDomain:
         return late
 
     def _skipped(self, waiting: OperationId, peer: int | None, phase: str) -> RemoteProtocolError | None:
-        """Frames come in the order of plans: a peer that sent others of this operation, or of a later one, left out
-        what we wait for. Only messages from one rank to another have an order of their own."""
+        """Return evidence that the peer skipped what is waited for.
+
+        Frames arrive in the order of plans, so a peer that has sent other frames of this operation, or of a later one,
+        has skipped it. Point-to-point messages have an order of their own."""
         link = None if peer is None else self.mesh.links.get(peer)
         if link is None or not phase.startswith(RECEIVING) or waiting.group & POINT_TO_POINT:
             return None
@@ -187,7 +187,7 @@ class FailureDomain:
     # What the links report.
 
     def cancelling(self) -> None:
-        """An operation is being cancelled, which may cut a frame: what breaks now is not the reason for anything."""
+        """Record that an operation is being cancelled, which may cut a frame; later link failures are ignored."""
         self._cancelling = True
 
     def _adopt(self, link: Link) -> None:

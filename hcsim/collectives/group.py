@@ -1,9 +1,9 @@
-"""A group of ranks that compute together: every collective, in both worlds.
+"""A group of ranks with all collectives, for real and simulated clusters.
 
-An operation starts when it is called and is a task: `await` it for its result, or keep it and go
-on; several may be in flight. Ranks call operations in the same order within a `bucket`; buckets
-are independent of each other. Arrays are contiguous numpy arrays, and belong to the operation until it
-is over; a `Phantom` stands for any of them, with a size and no data.
+An operation starts when it is called and is a task: `await` it for its result, or keep it and continue; several
+may be in flight. Ranks call operations in the same order within a `bucket`; buckets are independent of each
+other. Arrays are contiguous numpy arrays and must not be changed until the operation is over. A `Phantom`,
+which has a size and no data, can replace any array.
 """
 
 from __future__ import annotations
@@ -53,18 +53,18 @@ from hcsim.transport.reception import Reception
 T = TypeVar("T")
 
 _WHOLE = 0
-"""The number of a group that is no subgroup."""
+"""The number of a group that is not a subgroup."""
 
 
 class Group:
-    """This rank's view of the group."""
+    """A group of ranks, as seen from one of them."""
 
     def __init__(self, domain: FailureDomain, members: tuple[int, ...], number: int, options: Options) -> None:
         self._domain = domain
         self._members = members
         self._number = number
         self._reopened: list[Group] = []
-        """What this group was last reopened as, which is closed with it; one list for all of them."""
+        """Groups that this one was reopened as, which are closed with it; the list is shared by all of them."""
         self._timeout_s = options.timeout_s
         self.rank = members.index(domain.mesh.us.rank)
         self.size = len(members)
@@ -80,10 +80,10 @@ class Group:
         listener: Listener | None = None,
         reception: Reception | None = None,
     ) -> Group:
-        """Listen at our address; links to the others open when they are first needed.
+        """Listen at this rank's address; links to other ranks open on first use.
 
-        A caller that had to listen before the addresses were known gives the listener, which is then closed with the
-        group. A `reception` takes callers for this group and for those that follow it, and is left open."""
+        A caller that had to listen before the addresses were known passes its `listener`, which is closed with the
+        group. A `reception` accepts connections for this group and for later ones, and is not closed."""
         mesh = Mesh(host, us, listener, reception)
         domain = FailureDomain(mesh)
         conducted = options is not None and options.conducted
@@ -101,23 +101,23 @@ class Group:
         return cls(domain, tuple(range(us.world)), _WHOLE, options or Options())
 
     def within(self, timeout_s: float) -> Group:
-        """A copy of this group with another time limit for the operations that are started through it."""
+        """Return a copy of this group with a different timeout for the operations started through it."""
         same = copy(self)
         same._timeout_s = msgspec.structs.replace(self.options, timeout_s=timeout_s).timeout_s
         return same
 
     @property
     def options(self) -> Options:
-        """How it works where a call does not say."""
+        """The defaults of the group's operations."""
         options = self._scheduler.options
         if options.timeout_s == self._timeout_s:
             return options
         return msgspec.structs.replace(options, timeout_s=self._timeout_s)
 
     async def reopen(self) -> Group:
-        """After a failure: the same group anew, under the next epoch. Every member has to call it.
+        """Reopen the group under the next epoch after a failure. Every member has to call it.
 
-        It is closed with the old one, if not before."""
+        The new group is closed with the old one, if not before."""
         if self._is_part:
             raise UsageError("a subgroup has no life of its own: reopen the whole group, and make it from that")
         await self.close()
@@ -129,65 +129,66 @@ class Group:
         return again
 
     async def measure(self) -> Links:
-        """Measure the links; from now on `auto` chooses by cost, and the ring takes the best order. All call it."""
+        """Measure the links. Every member has to call it.
+
+        Afterwards `auto` chooses by cost, and the ring uses the best order."""
         links = await measure_links(self)
         self.follow(links)
         return links
 
     @property
     def passes_on(self) -> bool:
-        """Whether what comes over any of our links so far can go on over any other without a stop."""
+        """Whether each open link can forward received data directly to any other."""
         return all(link.outlet is not None for link in self._domain.mesh.links.values())
 
     def follow(self, links: Links) -> None:
-        """Choose by these figures from now on. All members call it, with the same ones, between two operations."""
+        """Use these link figures from now on. Every member calls it with the same ones, between two operations."""
         order = order_over(links) if self.size > 2 else ()
         self._scheduler.follow(msgspec.structs.replace(self._scheduler.options, links=links, order=order))
 
     def dial(self, addresses: Sequence[str]) -> None:
-        """Reach the others there, by rank, where no link is open yet: at their own addresses, in another order."""
+        """Set the addresses to dial for links that are not open yet: each rank's own, with any of its hosts first."""
         self._domain.mesh.dialled = tuple(addresses)
 
     @property
     def ends(self) -> dict[int, tuple[str, str]]:
-        """By rank: the two addresses that an open link goes between, ours first."""
+        """The local and the remote address of each open link, by rank."""
         return {rank: link.channels[0].ends for rank, link in self._domain.mesh.links.items()}
 
     @property
     def carriers(self) -> tuple[str, ...]:
-        """What this rank's links go by, for people; each once, in the order of their ranks."""
+        """The kinds of connection of this rank's links, for display; each once, in the order of the ranks."""
         links = sorted(self._domain.mesh.links.items())
         return tuple(dict.fromkeys(channel.carrier for _, link in links for channel in link.channels))
 
     @property
     def error(self) -> HcsimError | None:
-        """Why it has ended, if it has."""
+        """The reason why the group has ended, or None."""
         return self._domain.error
 
     @property
     def waited_for(self) -> int | None:
-        """The rank that the oldest operation here was waiting for when the group failed, if it was waiting."""
+        """The rank that the oldest waiting operation was waiting for when the group failed, or None."""
         return self._domain.waited_for
 
     @property
     def standing_s(self) -> float:
-        """How long that operation had been under way then; or, if none was waiting, how long ago the last one ended
-        here."""
+        """The age of that operation at the failure; if none was waiting, the time since the last one ended."""
         return self._domain.standing_s
 
     @property
     def skipped(self) -> RemoteProtocolError | None:
-        """What shows that this rank had left out what was waited for, if anything does."""
+        """Evidence that this rank skipped what was waited for, or None."""
         return self._domain.skipped
 
     def fail(self, reason: str | CollectiveError, peer: int | None = None) -> None:
-        """End it here and at the others, for a reason that it cannot see by itself."""
+        """End the group on all ranks, for a reason that it cannot detect itself."""
         self._domain.fail(CollectiveError(reason, peer=peer) if isinstance(reason, str) else reason)
 
     async def close(self) -> None:
-        """Leave. Operations that are still in flight fail, here and at the others.
+        """Leave the group. Operations still in flight fail, here and on the other ranks.
 
-        A subgroup has nothing to leave: its links are the whole group's."""
+        On a subgroup this has no effect, because its links belong to the whole group."""
         if self._is_part:
             return
         others = [group for group in self._reopened if group._domain is not self._domain]
@@ -212,32 +213,30 @@ class Group:
 
     @property
     def host(self) -> Host:
-        """The machine that this rank runs on."""
         return self._domain.mesh.host
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """Where each rank listens."""
         everyone = self._domain.mesh.us.addresses
         return tuple(everyone[member] for member in self._members)
 
     @property
     def epoch(self) -> int:
-        """How often this group was reopened."""
+        """The epoch, which increases each time the group is reopened."""
         return self._domain.mesh.us.epoch
 
     @property
     def bytes_sent(self) -> int:
-        """Payload bytes that left this rank, in all groups over the same links."""
+        """Payload bytes sent by this rank, in all groups over the same links."""
         return sum(link.sent_bytes for link in self._domain.mesh.links.values())
 
     @property
     def wire_bytes(self) -> int:
-        """The same with the frames' headers: all that this rank put on its channels for collectives."""
+        """Bytes sent by this rank for collectives, including frame headers, in all groups over the same links."""
         return sum(link.sent_bytes + HEADER_BYTES * link.sent_frames for link in self._domain.mesh.links.values())
 
     def subgroup(self, ranks: Sequence[int], options: Options | None = None) -> Group:
-        """The group of some of our ranks, in that order. Its members call this, the others need not."""
+        """Return the group of some of this group's ranks, in the given order. Only its members have to call it."""
         members = tuple(self._members[self._rank(rank)] for rank in ranks)
         if len({*members}) != len(members) or self._members[self.rank] not in members:
             raise UsageError(f"a subgroup names each of its ranks once, and ours ({self.rank}) too: {list(ranks)}")
@@ -249,7 +248,7 @@ class Group:
     # Collectives.
 
     def all_reduce(self, data: DataT, op: str = "sum", *, algorithm: str = "auto", bucket: int = 0) -> Handle[DataT]:
-        """Combine all ranks' data; every rank gets the result, in place."""
+        """Combine the data of all ranks in place; every rank gets the result."""
         shape = self._scheduler.shape_of_length(length_of(data))
         buffer = reduction_buffer([writable(data)], op, self.size)
         request = CollectiveRequest("all_reduce", shape, algorithm, bucket, op)
@@ -258,7 +257,7 @@ class Group:
     def reduce(
         self, data: DataT, root: int = 0, op: str = "sum", *, algorithm: str = "auto", bucket: int = 0
     ) -> Handle[DataT]:
-        """Combine all ranks' data; the root gets the result, in place. The others' data stay as they are."""
+        """Combine the data of all ranks; the root gets the result in place. The data of other ranks are unchanged."""
         shape = self._scheduler.shape_of_length(length_of(data), self._rank(root))
         work = writable(data) if self.rank == root or isinstance(data, Phantom) else data.copy()
         request = CollectiveRequest("reduce", shape, algorithm, bucket, op)
@@ -266,7 +265,7 @@ class Group:
         return self._scheduler.collective(request, buffer, lambda: data, self._timeout_s)
 
     def broadcast(self, data: DataT, root: int = 0, *, algorithm: str = "auto", bucket: int = 0) -> Handle[DataT]:
-        """Every rank gets the root's data, in place."""
+        """Send the root's data to every rank, in place."""
         shape = self._scheduler.shape_of_length(length_of(data), self._rank(root))
         buffer = transfer_buffer([data if self.rank == root else writable(data)])
         request = CollectiveRequest("broadcast", shape, algorithm, bucket)
@@ -281,9 +280,11 @@ class Group:
         algorithm: str = "auto",
         bucket: int = 0,
     ) -> Handle[list[Data]]:
-        """Every rank gets all ranks' data, by rank. Unequal lengths: `counts` has each rank's, in elements.
+        """Collect the data of all ranks on every rank, by rank. For unequal lengths, `counts` gives the elements of
+        each
+        rank.
 
-        `into` has room for all of it in one piece; our data may be its part of that already."""
+        `into` is contiguous memory for the whole result; `data` may already be this rank's part of it."""
         shape, cuts = self._parts(data, counts)
         whole = output_for(cuts[-1], data, into)
         parts = parts_by_rank(whole, cuts, data, counts)
@@ -301,7 +302,9 @@ class Group:
         algorithm: str = "auto",
         bucket: int = 0,
     ) -> Handle[list[Data] | None]:
-        """The root gets all ranks' data, by rank, `into` one piece if it has one for it; the others get None."""
+        """Collect the data of all ranks on the root, by rank; other ranks get None.
+
+        On the root, `into` may be contiguous memory for the whole result."""
         shape, cuts = self._parts(data, counts, root=self._rank(root))
         if self.rank == root:
             whole = output_for(cuts[-1], data, into)
@@ -324,9 +327,9 @@ class Group:
         algorithm: str = "auto",
         bucket: int = 0,
     ) -> Handle[DataT]:
-        """Every rank gets the part that the root has for it, `into` the given data; all parts are of one length.
+        """Send each rank its part from the root, into `into`; all parts have the same length.
 
-        The root has a list of them, or one array with all of them one after the other."""
+        The root passes a list of parts, or one array with all parts in order."""
         transfer_buffer([writable(into)])  # rejects a target that is not contiguous: a copy of it would be filled
         counts = (length_of(into),) * self.size
         shape, cuts = self._scheduler.shape(counts=counts, root=self._rank(root)), offsets(counts)
@@ -354,9 +357,9 @@ class Group:
         algorithm: str = "auto",
         bucket: int = 0,
     ) -> Handle[Data]:
-        """Combine all ranks' data; each rank gets its part of the result (nearly equal ones, or `counts`).
+        """Combine the data of all ranks; each rank gets one part of the result (nearly equal parts, or `counts`).
 
-        The data stay as they are, but for what of them is also `into`, where the result goes."""
+        The data are unchanged, except where they share memory with `into`, which receives the result."""
         length = length_of(data)
         cuts = split(length, self.size) if counts is None else offsets(self._sizes("counts", counts))
         shape = self._scheduler.shape(counts=tuple(hi - lo for lo, hi in itertools.pairwise(cuts)))
@@ -384,9 +387,10 @@ class Group:
         algorithm: str = "auto",
         bucket: int = 0,
     ) -> Handle[list[Data]]:
-        """Send the i-th part to rank i, get one from each. Unless all are alike, `received` has their lengths.
+        """Send the i-th part to rank i and receive one part from each rank.
 
-        `into` has room for all that is received in one piece, which is no part of what is sent."""
+        `received` gives the lengths of the received parts; by default they are those of the sent parts. `into` is
+        contiguous memory for everything received, and must not overlap the data sent."""
         if len(data) != self.size:
             raise UsageError(f"all_to_all needs one part for each of the {self.size} ranks, not {len(data)}")
         sent = tuple(length_of(part) for part in data)
@@ -404,7 +408,7 @@ class Group:
         return self._scheduler.collective(request, transfer_buffer([*data, whole]), lambda: parts, self._timeout_s)
 
     def barrier(self, *, bucket: int = 0) -> Handle[None]:
-        """Return when every rank has called it."""
+        """Wait until every rank has called it."""
         buffer = transfer_buffer([np.empty(0, np.uint8)])
         request = CollectiveRequest("barrier", self._scheduler.shape_of_length(0), "auto", bucket)
         return self._scheduler.collective(request, buffer, lambda: None, self._timeout_s)
@@ -412,17 +416,17 @@ class Group:
     # Point to point.
 
     def send(self, data: DataT, to: int, *, tag: int = 0) -> Handle[DataT]:
-        """Send data to one rank, which receives it with the same tag, in the order of sending."""
+        """Send data to one rank. The peer receives messages of one tag in the order of sending."""
         message = MessageRequest("send", whole_number("a tag", tag), Send(self._peer(to), 0, length_of(data)))
         return self._scheduler.message(message, transfer_buffer([data]), lambda: data, self._timeout_s)
 
     def recv(self, data: DataT, source: int, *, tag: int = 0) -> Handle[DataT]:
-        """Receive into the data, which has the length of what comes."""
+        """Receive into `data`, which must have the length of the message."""
         message = MessageRequest("recv", whole_number("a tag", tag), Recv(self._peer(source), 0, length_of(data)))
         return self._scheduler.message(message, transfer_buffer([writable(data)]), lambda: data, self._timeout_s)
 
     def recv_any(self, data: Data, *, tag: int = 0) -> Handle[int]:
-        """Receive the first message with that tag from any rank; the result is the sender's rank.
+        """Receive the first message with this tag from any rank; the result is the rank of the sender.
 
         Receives with one tag, from any rank or from a given one, are matched in the order in which they were posted."""
         if self.size == 1:
@@ -454,7 +458,7 @@ class Group:
     # What the operations have in common.
 
     def _parts(self, data: Data, counts: Sequence[int] | None, root: int = 0) -> tuple[Shape, tuple[int, ...]]:
-        """How all ranks' data lie one after the other."""
+        """Return the shape and the offsets of all ranks' data."""
         sizes = (length_of(data),) * self.size if counts is None else self._sizes("counts", counts)
         shape = self._scheduler.shape(counts=sizes, root=root)
         if sizes[self.rank] != length_of(data):
@@ -464,7 +468,7 @@ class Group:
         return shape, offsets(sizes)
 
     def _sizes(self, what: str, given: Sequence[int]) -> tuple[int, ...]:
-        """A caller's list of lengths, one for each rank."""
+        """Check a list of lengths, one for each rank."""
         if len(given) != self.size:
             raise UsageError(f"{what} has one size per rank: {self.size} of them, not {len(given)}")
         return tuple(whole_number("a size", size) for size in given)

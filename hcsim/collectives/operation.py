@@ -1,17 +1,17 @@
-"""One operation in flight: what identifies it, what it works on, which state it is in, and what it waits for.
+"""One operation in flight: its identity, buffer, state, and what it waits for.
 
-    state        the operation waits for                                            next
-    ----------   ----------------------------------------------------------------   -----------------------------
-    QUEUED       an operation ahead of it in its bucket, if there are many           MATCHING, CONNECTING, RUNNING
-    MATCHING     a message that it may take: only of a receive from any source       CONNECTING, RUNNING
-    CONNECTING   links to its peers, if some are not open yet                        RUNNING
-    RUNNING      the frames of its schedule                                          DONE
-    DONE         nothing: its result is there
-    FAILED       nothing: it failed, took too long or was cancelled, in any of the first four
+    state        the operation waits for                                           next
+    ----------   ---------------------------------------------------------------   -----------------------------
+    QUEUED       an earlier operation of its bucket, if there are many             MATCHING, CONNECTING, RUNNING
+    MATCHING     its message, for a receive whose message is not known yet         CONNECTING, RUNNING
+    CONNECTING   links to its peers, if some are not open yet                      RUNNING
+    RUNNING      the frames of its schedule                                        DONE
+    DONE         nothing: its result is available
+    FAILED       nothing: error, timeout or cancellation in any of the first four
 
-`NEXT` is this table. The scheduler creates an operation and takes it through its states; the executor carries out its
-schedule with the input and output that stand here: send, post, combine, finish. `Operation.waiting_for` says at any
-time which rank is waited for, and what for: that is what an error names.
+`NEXT` is this table. The scheduler creates an operation and moves it through its states. The executor runs its
+schedule with the methods defined here: send, post, combine, finish. `Operation.waiting_for` returns the rank
+that the operation waits for and the reason, which errors report.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ NEXT: dict[State, tuple[State, ...]] = {
 }
 
 POINT_TO_POINT = 1 << 31
-"""Set in the group number of point-to-point messages, which are counted apart."""
+"""A flag in the group number of point-to-point messages, which are numbered separately."""
 BUCKET_BITS = 16
 NUMBER_BITS = 48
-"""Of an operation's number. The bits above it are those of a tag that is wider than a bucket."""
+"""Bits of an operation's number. The bits above hold the part of a tag that exceeds a bucket."""
 TAG_BITS = BUCKET_BITS + 64 - NUMBER_BITS
 
 RECEIVING = "receiving from"
@@ -64,7 +64,7 @@ _NOTHING = Schedule({}, 0)
 
 
 class OperationId(msgspec.Struct, frozen=True):
-    """What identifies one operation on the wire, and to people."""
+    """The identity of an operation, on the wire and in messages."""
 
     name: str
     rank: int
@@ -80,7 +80,7 @@ class OperationId(msgspec.Struct, frozen=True):
 
 
 class Elements(Protocol):
-    """Some elements of the buffer: an action, or a segment of one."""
+    """A range of the buffer: an action, or a segment of one."""
 
     @property
     def lo(self) -> int: ...
@@ -90,10 +90,10 @@ class Elements(Protocol):
 
 
 class Activity:
-    """What one task of an operation does at the moment, and with which peer.
+    """What one task of an operation is doing, and with which peer.
 
-    As a context manager it names both in an error that ends the task. (A coroutine that awaits another would do as
-    well, but costs every wake-up of the operation a step of its own.)"""
+    As a context manager it adds both to an error that ends the task. (A nested coroutine could do the same, but
+    would cost an extra step at every wake-up.)"""
 
     __slots__ = ("_id", "_on_cancel", "doing", "peer", "segment", "step")
 
@@ -106,7 +106,7 @@ class Activity:
         self.segment = ""
 
     def rest(self) -> None:
-        """No peer is waited for."""
+        """Record that no peer is waited for."""
         self.doing, self.peer = "", None
 
     def __str__(self) -> str:
@@ -132,17 +132,17 @@ class Activity:
 
 
 class Domain(Protocol):
-    """What an operation uses of the failure domain that it is part of."""
+    """The part of the failure domain that an operation uses."""
 
     mesh: Mesh
     scratch: ScratchPool
 
     def cancelling(self) -> None:
-        """A task of an operation is being cancelled; what that cuts has not been noticed yet."""
+        """Record that a task of an operation is being cancelled, before the consequences are detected."""
 
 
 class Operation:
-    """One operation of this rank, from the call that starts it until it is done or has failed."""
+    """One operation of this rank, from its call until it is done or has failed."""
 
     __slots__ = (
         "_activities",
@@ -165,15 +165,15 @@ class Operation:
         self.id = identity
         self.buffer = buffer
         self.links: dict[int, Link] = {}
-        """To its peers, by rank; all of them once it runs."""
+        """Links to its peers, by rank; complete when it runs."""
         self.state: State = QUEUED
         self.task: asyncio.Task[Any] | None = None
         self.queue: list[Operation] | None = None
-        """The operations of its bucket that are not over, in order, if it is a collective."""
+        """For a collective: the unfinished operations of its bucket, in order."""
         self.ahead: Operation | None = None
-        """The one whose end it waits for before it starts."""
+        """The operation that must end before this one starts."""
         self.pending: PendingReceive | None = None
-        """Its place among the receives of unknown messages, if it is one."""
+        """The pending receive, if its message is not known yet."""
         if isinstance(steps, PendingReceive):
             self.pending, steps = steps, _NOTHING
         self.schedule = steps
@@ -188,7 +188,7 @@ class Operation:
 
     @property
     def sent_bytes(self) -> int:
-        """What it sends from begin to end."""
+        """Bytes that the whole operation sends."""
         return self.schedule.sent * self._size
 
     # Its states.
@@ -198,11 +198,11 @@ class Operation:
         self.state = state
 
     def match(self, identity: OperationId, schedule: Schedule) -> None:
-        """The message that it receives is known now."""
+        """Set the identity and the schedule, once the message to receive is known."""
         self.id, self.schedule = identity, schedule
 
     def attach_links(self) -> bool:
-        """Whether all links that it needs are open."""
+        """Look up the links to the peers; return whether all are open."""
         open_links = self._domain.mesh.links
         for peer in self.schedule.peers:
             link = open_links.get(peer)
@@ -212,7 +212,6 @@ class Operation:
         return True
 
     async def connect(self, activity: Activity) -> None:
-        """Open the links that it needs."""
         self.enter(CONNECTING)
         mesh, peers = self._domain.mesh, self.schedule.peers
         activity.doing, activity.peer = OPENING, mesh.unreached(peers)
@@ -225,14 +224,14 @@ class Operation:
         self.attach_links()
 
     def activity(self) -> Activity:
-        """Of one more task of this operation."""
+        """Return the activity of an additional task of this operation."""
         made = Activity(self.id, self._domain.cancelling)
         self._activities.append(made)
         return made
 
     def waiting_for(self) -> tuple[int | None, str]:
-        """The rank that we wait for, if it is one, and what for: a receiver knows better than a sender which rank is
-        late."""
+        """Return the rank waited for, or None, and the reason. Receivers take precedence: they know better than senders
+        which rank is late."""
         if self.state is QUEUED and self.ahead is not None:
             return self._waiting_for_turn(self.ahead)
         if self.state is MATCHING and self.pending is not None:
@@ -257,7 +256,7 @@ class Operation:
     def send(
         self, link: Link, part: Elements, step: int, offset: int = 0, total: int | None = None
     ) -> Coroutine[Any, Any, None]:
-        """Send a range, which lies at `offset` of a message of `total` elements (both: all of it)."""
+        """Send a range, at `offset` in a message of `total` elements. By default the range is the whole message."""
         return link.send(self.header(part, step, self.id.rank, offset, total), self.buffer.payload(part.lo, part.hi))
 
     def post(
@@ -269,13 +268,11 @@ class Operation:
         offset: int = 0,
         total: int | None = None,
     ) -> asyncio.Future[Payload]:
-        """Say where a range goes that the peer will send."""
         size, us = self._size, self.id
         tag = (us.group, us.number, us.bucket, step, offset * size)
         return link.post(tag, into, us.signature, (part.hi - part.lo if total is None else total) * size)
 
     def header(self, part: Elements, step: int, sender: int, offset: int = 0, total: int | None = None) -> Header:
-        """Of the frame that carries a range."""
         size, us = self._size, self.id
         length = (part.hi - part.lo) * size
         return Header(
@@ -284,10 +281,10 @@ class Operation:
         )  # fmt: skip
 
     def scratch(self, which: tuple[int, int], part: Elements, *, now: bool) -> memoryview | Fold | None:
-        """Room beside the buffer for a range that is combined, until it is released by that name.
+        """Return scratch memory for receiving a range to be combined; `combine` with the same name releases it.
 
-        Where `now` is its turn, and nothing else reads or writes the range before it has come, it may be added to it
-        on the way."""
+        `now` says that its turn has come: nothing else reads or writes the range before it arrives, so that it may be
+        added on receive."""
         if self.buffer.is_phantom:
             return None
         size_bytes = (part.hi - part.lo) * self._size
@@ -300,9 +297,9 @@ class Operation:
     def combine(
         self, which: tuple[int, int], part: Elements, received: Payload, *, received_left: bool
     ) -> Coroutine[Any, Any, None]:
-        """Combine what was received with the range, unless it was added to it on the way, and release its room.
+        """Combine received data with the range, unless they were added on receive, and release the scratch memory.
 
-        What is left to wait for is the time that this takes."""
+        The returned coroutine waits for the time that this takes."""
         if not self.buffer.is_phantom:
             whole, fold = self._rooms.pop(which)
             if fold is None or received is not fold.into:
@@ -311,12 +308,12 @@ class Operation:
         return self._device.touch(3 * received.nbytes)
 
     def finish(self, lo: int, hi: int) -> Coroutine[Any, Any, None]:
-        """Apply what comes last to the range; wait for the time that this takes."""
+        """Apply the last step of the reduction to the range; the coroutine waits for the time that this takes."""
         self.buffer.finish(lo, hi)
         return self._device.touch(2 * (hi - lo) * self._size)
 
     def check_complete(self) -> None:
-        """All went well here, so nothing more may have come for this operation."""
+        """Check after success that no unexpected frame of this operation has arrived."""
         us = self.id
         if not us.group & POINT_TO_POINT:  # there the peer's numbers are its own
             for link in self.links.values():
@@ -324,7 +321,7 @@ class Operation:
 
 
 class _Series:
-    """The metrics of one kind of operation, kept: to look them up costs more than to add to them."""
+    """The metrics of one kind of operation, cached because a lookup costs more than an update."""
 
     __slots__ = ("count", "failures", "seconds", "sent_bytes")
 
@@ -337,9 +334,9 @@ class _Series:
 
 
 class OperationMetrics:
-    """What the operations of all groups over one mesh come to, in figures.
+    """Metrics of the operations of all groups over one mesh.
 
-    Small operations are frequent, so this is kept short: two looks at the clock, and plain additions."""
+    Small operations are frequent, so an operation costs two clock readings and a few additions."""
 
     def __init__(self, host: Host) -> None:
         self._host = host
@@ -350,7 +347,7 @@ class OperationMetrics:
         self._busy_since_s = 0.0
 
     def begin(self) -> float:
-        """An operation is in flight; the moment, for `end`."""
+        """Count the start of an operation; return the time for `end`."""
         now_s = self._now_s()
         if not self._in_flight:
             self._busy_since_s = now_s
@@ -358,7 +355,7 @@ class OperationMetrics:
         return now_s
 
     def end(self, name: str, began_s: float, sent_bytes: int | None) -> None:
-        """It is over, and has sent that much; None: it failed."""
+        """Count the end of an operation and the bytes that it sent; None if it failed."""
         now_s = self._now_s()
         self._in_flight -= 1
         if not self._in_flight:

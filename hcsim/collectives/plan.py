@@ -1,17 +1,17 @@
-"""What a collective is made of.
+"""Plans: the building blocks of collectives.
 
-A plan is what one rank does, as rounds of actions over ranges of its buffer. An algorithm is
-a pure function that returns it; nothing in it moves a byte or knows a clock.
+A plan is what one rank does, as rounds of actions over ranges of its buffer. An algorithm is a pure function
+that returns a plan; it transfers no data and uses no clock.
 
-An action names its peer by a number. In most plans that is its rank. Where ranks do the same with
-different peers, as in a ring, the numbers are places in the plan's `peers`: then they can have
-their rounds in common, and hundreds of simulated ranks read a few objects instead of a million.
+An action names its peer by a number, which in most plans is the rank. Where ranks do the same with different
+peers, as in a ring, the numbers are indices into the plan's `peers`. Then all ranks can share their rounds, and
+hundreds of simulated ranks read a few objects instead of a million.
 
-Meaning: a rank behaves as if it performed its actions one after the other, round by round and
-in the order within a round; a `Send` carries the values that its range has at that point.
-The executor may overlap whatever this order does not forbid. A message from i to j is a `Send`
-in i's round s and a `Recv` or `Reduce` of the same size in j's round s; there is at most one
-per (s, i, j). All ranks therefore number their rounds alike, and an idle round is empty.
+Semantics: a rank behaves as if it performed its actions one after the other, round by round and in the order
+within a round; a `Send` carries the values that its range has at that point. The executor may overlap whatever
+this order does not forbid. A message from i to j is a `Send` in i's round s and a `Recv` or `Reduce` of the
+same size in j's round s; there is at most one per (s, i, j). All ranks therefore number their rounds alike, and
+an idle round is empty.
 
 Ranges are in elements, half open. The addresses are the operation's:
   all_reduce, reduce, broadcast   [0, length)
@@ -19,10 +19,11 @@ Ranges are in elements, half open. The addresses are the operation's:
   reduce_scatter, scatter         [0, sum(counts)): rank r is to end with the part at its offset
   all_to_all                      [0, sum(sent)) is the input, the output follows it
 
-An empty range is a message without payload: it signals. A planner leaves out messages that
-neither carry nor signal anything.
+An empty range is a message without payload, used as a signal. A planner omits messages that neither carry data
+nor signal.
 
-Code that looks at every message compares its `type`: of a struct, `isinstance` takes six times as long to say no.
+Code that examines every message compares its `type`: for a struct, a negative `isinstance` takes six times as
+long.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from hcsim.errors import UsageError
 
 @final
 class Send(msgspec.Struct, frozen=True, gc=False):
-    """Send the range's values to a peer."""
+    """Send the values of the range to a peer."""
 
     peer: int
     lo: int
@@ -47,7 +48,7 @@ class Send(msgspec.Struct, frozen=True, gc=False):
 
 @final
 class Recv(msgspec.Struct, frozen=True, gc=False):
-    """Replace the range's values by what the peer sends."""
+    """Replace the values of the range by those that the peer sends."""
 
     peer: int
     lo: int
@@ -56,9 +57,9 @@ class Recv(msgspec.Struct, frozen=True, gc=False):
 
 @final
 class Reduce(msgspec.Struct, frozen=True, gc=False):
-    """Combine the range's values with what the peer sends, the lower rank's on the left.
+    """Combine the values of the range with those that the peer sends; the lower rank's are the left operand.
 
-    The fixed side makes partners that exchange values compute the same bits."""
+    Because of the fixed order, partners that exchange values compute identical bits."""
 
     peer: int
     lo: int
@@ -67,7 +68,7 @@ class Reduce(msgspec.Struct, frozen=True, gc=False):
 
 @final
 class Finish(msgspec.Struct, frozen=True, gc=False):
-    """The range now holds the whole reduction: apply what comes last (the mean's division)."""
+    """Apply the last step of the reduction (the division of a mean) to a range with the complete result."""
 
     lo: int
     hi: int
@@ -79,45 +80,45 @@ Rounds: TypeAlias = tuple[Round, ...]
 
 
 class PlanSummary(NamedTuple):
-    """What an executor has to know of a plan beforehand."""
+    """What an executor needs to know of a plan in advance."""
 
     numbers: tuple[int, ...]
-    """By which it names its peers, in the order in which it does."""
+    """The numbers of its peers, in order of first use."""
     sent: int
-    """Elements that it sends."""
+    """Elements sent."""
     longest: int
-    """The longest message."""
     scratch: int
-    """Scratch memory, in elements: as much as the buffer; or all that a round combines if it also sends, so that ranks
-    do not wait for each other."""
+    """Scratch memory in elements: the size of the buffer, or more if a round that also sends combines more, so that
+    ranks do not wait for each other."""
     deferred: frozenset[tuple[int, int]] = frozenset()
-    """What of the rounds, by round and number in it, is received into a range that is still in use a round before."""
+    """The receives, by round and index in it, whose range is still in use in the previous round."""
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """What one rank does."""
+    """The actions of one rank."""
 
     rounds: Rounds
     peers: tuple[int, ...] | None = None
-    """Which rank is meant by each number; None where the numbers are ranks."""
+    """The rank of each peer number; None if the numbers are ranks."""
     summary: PlanSummary | None = None
-    """If the planner knows it; else the executor goes through the whole plan once."""
+    """The summary, if the planner knows it; otherwise the executor computes it in one pass over the plan."""
     in_step: bool = False
-    """Each round is an exchange with another peer that fills our line both ways: what a later one sends early only
-    slows down what the partner waits for. (Not where a rank has a guest, for which it passes on what comes. And
-    where one line is slower than the others it costs a tenth or two, though less than messages that are not cut.)"""
+    """Whether rounds run in lockstep: each round is an exchange with another peer that saturates the link both ways,
+    so an early send of a later round only delays what the partner waits for. (Not set where a rank has a guest, for
+    which it forwards data. Where one link is slower than the others, lockstep costs 10 to 20 %, though less than
+    messages that are not cut.)"""
 
     def rank(self, number: int) -> int:
-        """The rank that a number stands for."""
+        """Return the rank of a peer number."""
         return number if self.peers is None else self.peers[number]
 
     def among(self, members: Sequence[int]) -> Plan:
-        """The same plan for some members of a larger group: member i plays rank i."""
+        """Return the same plan for a subset of a larger group, in which member i has rank i."""
         peers = members if self.peers is None else [members[peer] for peer in self.peers]
         return Plan(self.rounds, tuple(peers), self.summary, self.in_step)
 
     def by_rank(self) -> Rounds:
-        """The rounds with every peer named by its rank."""
+        """Return the rounds with every peer named by its rank."""
         if self.peers is None:
             return self.rounds
         return tuple(tuple([self._named(action) for action in actions]) for actions in self.rounds)
@@ -127,9 +128,9 @@ class Plan(msgspec.Struct, frozen=True):
 
 
 class Shape(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
-    """One collective's shape. All ranks hold equal ones, but for `sent` and `received`.
+    """The shape of a collective. It is equal on all ranks, except for `sent` and `received`.
 
-    A planner reads the fields that concern its operation and algorithm, and no others."""
+    A planner reads only the fields that concern its operation and algorithm."""
 
     world: int
     length: int = 0
@@ -141,13 +142,13 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
     received: tuple[int, ...] = ()
     """all_to_all: elements that this rank receives from each rank."""
     root: int = 0
-    """The rank that has or gets the data; in an all_reduce by tree or centre, the rank at the top."""
+    """The rank that has or gets the data; in a tree or centralized all_reduce, the rank at the top."""
     arity: int = 2
-    """How many ways a tree branches: more make it flatter and its inner ranks busier."""
+    """Branches of a tree; more make it flatter, with busier inner ranks."""
     order: tuple[int, ...] = ()
-    """The ring's order: each rank sends to the next; empty for 0, 1, 2, …"""
+    """The order of the ring, in which each rank sends to the next; empty for 0, 1, 2, …"""
     groups: tuple[tuple[int, ...], ...] = ()
-    """Hierarchical: every rank in exactly one group; a group's first rank leads it."""
+    """Hierarchical: every rank is in exactly one group; the first rank of a group leads it."""
     local: str = "tree"
     """Hierarchical: the algorithm within a group."""
     cross: str = "ring"
@@ -174,23 +175,23 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
 
 
 Planner: TypeAlias = Callable[[int, Shape], Plan]
-"""An algorithm: what this rank does. The number of rounds is the same for all ranks."""
+"""An algorithm: maps a rank and a shape to a plan. The number of rounds is the same on all ranks."""
 
 
 def finished(rounds: Rounds, lo: int, hi: int) -> Rounds:
-    """The rounds, with a `Finish` of the range at the end of the last one."""
+    """Append a `Finish` of the range to the last round."""
     *before, last = rounds or ((),)
     return (*before, (*last, Finish(lo, hi)))
 
 
 def offsets(counts: Sequence[int]) -> tuple[int, ...]:
-    """Where each part starts, and at the end where the last one stops."""
+    """Return the start of each part, followed by the end of the last one."""
     return (0, *accumulate(counts))
 
 
 def split(length: int, parts: int) -> tuple[int, ...]:
-    """Boundaries of `parts` nearly equal parts of [0, length): `parts + 1` numbers.
+    """Return the `parts + 1` boundaries of `parts` nearly equal parts of [0, length).
 
-    The first `length % parts` parts are one longer; any of them may be empty."""
+    The first `length % parts` parts are longer by one; any of them may be empty."""
     small, extra = divmod(length, parts)
     return tuple(i * small + min(i, extra) for i in range(parts + 1))

@@ -1,14 +1,14 @@
-"""In which order a ring goes through unlike links.
+"""The best order of a ring over unequal links.
 
-A ring is as fast as its slowest link, so the order maximises that bandwidth; among the orders
-that reach it, it takes the one with the least sum of latencies (or of 1 / bandwidth). Links are
-directed: i → j may differ from j → i.
+A ring is as fast as its slowest link, so the order maximises that bandwidth. Among the orders that reach it, it
+takes the one with the least sum of latencies (or of 1 / bandwidth). Links are directed: i → j may differ from j
+→ i.
 
-Up to `EXACT_UP_TO` ranks the answer is exact. The slowest link is found by bisection over the bandwidths
-that occur, each time asking whether the links at least that fast hold a Hamiltonian cycle; the
-sum then by dynamic programming over those links. Both go over all sets of ranks, in O(2^n n^2)
-(M. Held, R. M. Karp: A dynamic programming approach to sequencing problems, J. SIAM 10, 1962).
-Beyond, ranks are inserted one by one where they harm least, and then moved as long as that helps.
+Up to `EXACT_UP_TO` ranks the result is exact. The slowest link is found by bisection over the occurring
+bandwidths, testing each time whether the links at least that fast contain a Hamiltonian cycle; the least sum is
+found by dynamic programming over those links. Both enumerate all subsets of ranks, in O(2^n n^2) (M. Held, R.
+M. Karp: A dynamic programming approach to sequencing problems, J. SIAM 10, 1962). For more ranks, each rank is
+inserted at the best position, followed by local moves while they help.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from hcsim.errors import UsageError
 
 EXACT_UP_TO = 12
 _LONGEST_MOVE = 3
-"""Ranks that are moved together."""
+"""The maximum number of ranks moved together."""
 _PASSES = 4
-"""Moving settles after a few; this bounds it."""
+"""The maximum number of passes; a few are enough."""
 _AS_FAST = 0.8
 _CHUNK_BYTES = 2**20
-"""What a ring is for: a few of these; shorter messages go another way."""
+"""The typical message on a ring is a few of these; shorter messages use other algorithms."""
 _DEAD = 1e30
-"""What a link without bandwidth costs: finite, so that two of them are worse than one."""
+"""The cost of a link without bandwidth. It is finite, so that two of them cost more than one."""
 
 Matrix: TypeAlias = Sequence[Sequence[float]]
 
 
 def ring_order(bandwidth: Matrix, latency: Matrix | None = None) -> tuple[int, ...]:
-    """The best order for a ring over these links (row: sender, column: receiver), starting with rank 0."""
+    """Return the best ring order over these links (row: sender, column: receiver), starting with rank 0."""
     n = len(bandwidth)
     if n == 0 or any(len(row) != n for row in (*bandwidth, *(latency or bandwidth))) or len(latency or bandwidth) != n:
         raise UsageError("the order of a ring needs square matrices of one size, with at least one rank")
@@ -46,8 +46,10 @@ def ring_order(bandwidth: Matrix, latency: Matrix | None = None) -> tuple[int, .
 
 
 def order_over(links: Links) -> tuple[int, ...]:
-    """The best order over links that were measured, where a figure is right to a fifth: links that are as fast as the
-    best ring's slowest one, but for that, are equal, and the time that a chunk takes on them decides."""
+    """Return the best order over measured links, whose figures are accurate to a fifth.
+
+    Links within this accuracy of the slowest link of the best ring count as equally fast; the time of a chunk
+    decides between them."""
     first = ring_order(links.bandwidth_Bps, links.latency_s)
     slowest_Bps = min(links.bandwidth_Bps[a][b] for a, b in zip(first, (*first[1:], first[0]), strict=True))
     enough_Bps = _AS_FAST * slowest_Bps
@@ -73,7 +75,7 @@ def _exact(bandwidth: Matrix, cost: Matrix) -> tuple[int, ...]:
 
 
 def _has_cycle(bandwidth: Matrix, slowest: float) -> bool:
-    """Whether some ring uses only links of at least that speed. Sets of ranks are bit masks."""
+    """Return whether a ring exists over links of at least this speed. Sets of ranks are bit masks."""
     n = len(bandwidth)
     into = [sum(1 << i for i in range(n) if i != j and bandwidth[i][j] >= slowest) for j in range(n)]
     ends = [0] * (1 << n)  # where a path from 0 through exactly these ranks can end
@@ -127,7 +129,7 @@ def _inserted(bandwidth: Matrix, cost: Matrix) -> tuple[int, ...]:
 
 
 def _with(ring: list[int], path: list[int], bandwidth: Matrix, cost: Matrix) -> list[int]:
-    """The ring with some ranks more, at the best place; rank 0 stays first."""
+    """Insert some ranks into the ring at the best position; rank 0 stays first."""
     speeds = [bandwidth[a][b] for a, b in zip(ring, [*ring[1:], ring[0]], strict=True)]
     slowest, second = sorted([*speeds, inf])[:2]
     first, last = path[0], path[-1]

@@ -1,25 +1,25 @@
-"""From a plan to what is executed: in order, or as lanes of segments that wait for each other.
+"""Schedules: how a plan is executed, either in order or as concurrent lanes of segments.
 
-A plan whose messages all fit a segment is executed in order. Otherwise it becomes lanes.
+A plan whose messages all fit into one segment is executed in order. Otherwise it becomes lanes.
 
-A plan reads as if its actions happened one after the other; lanes keep only the order that
-matters. Each direction of each link is a lane with its segments in plan order, and lanes run side
-by side. The buffer is cut into cells, so that no segment covers part of one, and every segment
-says how many writes and sends of each of its cells must have happened before it:
+A plan is defined as if its actions happened one after the other; lanes keep only the necessary order. Each
+direction of each link is a lane with its segments in plan order, and lanes run concurrently. The buffer is
+divided into cells such that no segment covers part of one. Every segment states how many writes and sends of
+each of its cells must precede it:
 
     a send     needs the writes that stand before it in the plan
     a write    needs those, and the sends that stand before it
 
-Counting per cell is enough, because both happen in plan order. So a segment is passed on as soon
-as it has been received and combined, while the next one is still under way. In a plan whose rounds go in step, what
-is sent keeps plan order across lanes too.
+Counting per cell is sufficient, because both happen in plan order. So a segment is sent on as soon as it has
+been received and combined, while the next one is still in flight. In a lockstep plan, sends keep the plan order
+across lanes, too.
 
 Both ends cut a message alike: at multiples of the segment size, counted from its start.
 
-In a plan that is executed in order, much is received only to be sent on, as in every round of a ring: channels may
-forward that as it comes. A round that sends one range, then takes one, perhaps finishes that, and does no more is a
-stage. Where a stage sends what the one before has taken, a frame is forwarded; it need not stay here where its range is
-received anew before anything else happens to it.
+In a plan executed in order, much data is received only to be sent on, as in every round of a ring. Channels may
+forward such data as they arrive. A round that sends at most one range, then receives at most one, possibly
+finishes that, and does nothing else is a stage. Where a stage sends what the previous one received, a frame is
+forwarded. It need not be stored here if its range is received again before its next use.
 """
 
 from __future__ import annotations
@@ -36,23 +36,23 @@ from hcsim.collectives.plan import Action, Finish, Plan, PlanSummary, Recv, Redu
 
 
 class Segment(msgspec.Struct, frozen=True, gc=False):
-    """One piece of one action."""
+    """One piece of an action."""
 
     lo: int
     hi: int
     step: int
     offset: int
-    """Where it lies in its message, in elements."""
+    """Its position in the message, in elements."""
     total: int
     """Elements of the whole message."""
     needs: tuple[tuple[int, int, int], ...]
-    """Its cells, each with the number of writes and of sends that come before this."""
+    """Its cells, each with the number of writes and of sends that must precede this segment."""
     turn: int = 0
-    """How many are sent before this, to any peer, where the plan's rounds go in step."""
+    """In a lockstep plan, the number of segments that are sent before this one, to any peer."""
 
 
 class Lane(msgspec.Struct, frozen=True):
-    """What happens in one direction with one peer (or, for `Finish`, with ourselves), in order."""
+    """The segments of one direction with one peer, in order. Those of `Finish` form a lane of their own."""
 
     kind: type[Send] | type[Recv] | type[Finish]
     peer: int
@@ -62,31 +62,30 @@ class Lane(msgspec.Struct, frozen=True):
 
 
 class Schedule(msgspec.Struct, frozen=True, dict=True):
-    """What one rank does: rounds in order, or else lanes side by side."""
+    """The execution of one rank's plan: rounds in order, or concurrent lanes."""
 
     ranks: dict[int, int]
-    """The rank behind each number by which the plan names a peer, in the order in which it does."""
+    """The rank of each peer number of the plan, in order of first use."""
     scratch: int
-    """Elements that may lie beside the buffer, waiting to be combined with it."""
+    """The limit of scratch memory, in elements."""
     plan: Plan = Plan(())
-    """Where it is executed in order."""
+    """The plan, if it is executed in order."""
     deferred: frozenset[tuple[int, int]] = frozenset()
-    """What of the rounds, by round and number in it, is received into a range that is still in use a round before."""
+    """The receives, by round and index in it, whose range is still in use in the previous round."""
     lanes: tuple[Lane, ...] = ()
     cells: int = 0
     sent: int = 0
-    """Elements that it sends."""
+    """Elements sent."""
     combined: int = 0
-    """Elements of the buffer that lanes combine with something."""
+    """Elements of the buffer that lanes combine with received data."""
 
     @cached_property
     def peers(self) -> tuple[int, ...]:
-        """The ranks that it talks to. (Two ranks are each other's neighbours on both sides.)"""
+        """The ranks it communicates with. (In a ring of two ranks, both neighbours are the same rank.)"""
         return tuple(dict.fromkeys(self.ranks.values()))
 
     @cached_property
     def forward_stages(self) -> ForwardStages:
-        """What of the rounds can be forwarded."""
         return forward_stages(self.plan)
 
 
@@ -97,7 +96,7 @@ def pieces(lo: int, hi: int, segment: int) -> Iterator[tuple[int, int]]:
 
 
 def schedule(plan: Plan, segment: int) -> Schedule:
-    """Work out how a plan is executed; `segment` is in elements."""
+    """Make the schedule of a plan; `segment` is in elements."""
     numbers, sent, longest, scratch, deferred = plan.summary or summary(plan.rounds)
     ranks = {number: plan.rank(number) for number in numbers}
     if longest <= segment:
@@ -135,10 +134,10 @@ def schedule(plan: Plan, segment: int) -> Schedule:
 
 
 def summary(rounds: Rounds) -> PlanSummary:
-    """One pass, in one piece: a ring over hundreds of ranks has a thousand rounds on each of them.
+    """Summarise a plan in a single pass and one function: a ring over hundreds of ranks has a thousand rounds on each.
 
-    A range waits that cannot be received into, or added to, while the round before still waits for its own. What is
-    received does not disturb the sends of the round before, which are over by then."""
+    A receive is deferred if its range is still in use while the previous round waits for its own messages. The
+    sends of the previous round do not count, because they are over by then."""
     numbers: dict[int, None] = {}
     deferred: list[tuple[int, int]] = []
     sent = longest = end = largest = most_exchanged = 0
@@ -189,7 +188,7 @@ def summary(rounds: Rounds) -> PlanSummary:
 
 
 def _cuts(plan: Plan, segment: int) -> list[int]:
-    """Every place where some segment starts or ends."""
+    """Return every position where a segment starts or ends."""
     found: dict[int, None] = {}
     for actions in plan.rounds:
         for action in actions:
@@ -203,32 +202,31 @@ Taken: TypeAlias = Recv | Reduce
 
 
 class ForwardStage(NamedTuple):
-    """A round that sends one range, then takes one; it may lack either."""
+    """A round that sends one range, then receives one; either may be missing."""
 
     send: Send | None
     take: Taken | None
     finishes: bool
-    """What it takes is the last of a reduction."""
+    """Whether the received range is finished."""
     forwarded: bool
-    """What it takes is what the next stage sends."""
+    """Whether the next stage sends the received range."""
     kept: bool
-    """And is needed here as well."""
+    """Whether the received range is also needed here."""
 
 
 ForwardStages: TypeAlias = tuple[ForwardStage | None, ...]
-"""By round; None where it does something else."""
+"""By round; None for a round that is not a stage."""
 _Parts: TypeAlias = tuple[Send | None, Taken | None, bool]
-"""A stage's, as far as its round alone tells."""
+"""The part of a stage that follows from its round alone: send, receive, and whether it finishes."""
 
 
 def forward_stages(plan: Plan) -> ForwardStages:
-    """What of a plan can be forwarded."""
     found: list[ForwardStage | None] = []
     anew: dict[tuple[int, int], None] = {}
-    """Ranges that are received, from here on, before anything else happens to them."""
+    """Ranges that are received again, after this point, before any other use."""
     after: _Parts | None = None
     kept = True
-    """Whether what the round after sends is needed once it has been sent."""
+    """Whether what the following round sends is still needed after that."""
     for actions in reversed(plan.rounds):
         parts = _parts(actions)
         take = parts[1] if parts is not None else None

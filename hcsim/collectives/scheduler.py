@@ -1,9 +1,9 @@
-"""Starts the operations of a group, and takes each through its states, from the call to its end.
+"""The scheduler: starts the operations of a group and moves each through its states.
 
-A request becomes a schedule: its algorithm (or what `auto` stands for) makes a plan, which is cut into segments.
-Schedules are kept: a training loop asks for the same few again and again. An operation's number is counted per bucket,
-so ranks may start buckets in unlike orders. Collectives of one bucket move bytes a few at a time, so that a fast rank
-cannot flood a slow one: further ones are queued.
+A request becomes a schedule: its algorithm (or the choice of `auto`) makes a plan, which is cut into segments.
+Schedules are cached, because a training loop repeats the same few requests. Operations are numbered per bucket,
+so ranks may start buckets in different orders. Only a few collectives of one bucket transfer data at a time, so
+that a fast rank cannot flood a slow one; further ones are queued.
 """
 
 from __future__ import annotations
@@ -43,27 +43,27 @@ from hcsim.transport.link import Tag
 
 T = TypeVar("T")
 Handle: TypeAlias = asyncio.Task[T]
-"""An operation in flight, to its caller: await it for its result."""
+"""An operation in flight, as returned to the caller: await it for its result."""
 
 SCHEDULES_KEPT = 64
 SHAPES_KEPT = 256
 IN_FLIGHT = 8
-"""Collectives of one bucket that move bytes at once; further ones are queued."""
+"""The number of collectives of one bucket that transfer data at once; further ones are queued."""
 
 
 class CollectiveRequest(msgspec.Struct, frozen=True):
-    """A collective that a caller asks for."""
+    """A collective requested by a caller."""
 
     operation: str
     shape: Shape
     algorithm: str
     bucket: int
     op: str = ""
-    """The reduction, if it is one."""
+    """The reduction, if there is one."""
 
 
 class MessageRequest(msgspec.Struct, frozen=True):
-    """A message to or from one rank."""
+    """A request for a message to or from one rank."""
 
     name: str
     tag: int
@@ -86,27 +86,25 @@ class Scheduler:
         self._rank = members.index(self._us.rank)
         domain.agreement.lowest[group] = min(members)
         self._numbers: dict[tuple[str, int, int], int] = {}
-        """The next operation's, by its kind, peer and bucket or tag."""
+        """The next operation number, by kind, peer, and bucket or tag."""
         self._schedules: dict[object, tuple[Schedule, int]] = {}
         self._shapes: dict[tuple[int, int], Shape] = {}
-        """Of operations on a length and a root."""
+        """Cached shapes by length and root."""
         self._queues: dict[int, list[Operation]] = {}
-        """By bucket, the collectives that are not over."""
+        """The unfinished collectives by bucket."""
         self._any_source: AnySource | None = None
 
     def follow(self, options: Options) -> None:
-        """Work by these options from now on."""
         self.options = options
         self._shapes.clear()
         self._schedules.clear()
 
     def shape(self, **sizes: Any) -> Shape:
-        """Of a collective of this size."""
         o, world = self.options, len(self._members)
         return Shape(world=world, arity=o.arity, order=o.order, groups=o.groups, local=o.local, cross=o.cross, **sizes)
 
     def shape_of_length(self, length: int, root: int = 0) -> Shape:
-        """The same for one length on all ranks, kept."""
+        """Return the cached shape of a collective with one length on all ranks."""
         shape = self._shapes.get((length, root))
         if shape is None:
             if len(self._shapes) >= SHAPES_KEPT:
@@ -115,7 +113,7 @@ class Scheduler:
         return shape
 
     def algorithm(self, operation: str, shape: Shape, element_bytes: int, name: str) -> str:
-        """The algorithm that a caller means."""
+        """Return the algorithm of this name, resolving `auto`."""
         if name != "auto":
             return name
         return choose(operation, shape, element_bytes, self.options.links, self._us.wire.segment_bytes)
@@ -123,7 +121,7 @@ class Scheduler:
     def collective(
         self, request: CollectiveRequest, buffer: Buffer, result: Callable[[], T], timeout_s: float
     ) -> Handle[T]:
-        """Start a collective; its result is what `result` says once it is over."""
+        """Start a collective. Its result is the return value of `result`, called at the end."""
         steps, signature = self._scheduled(request, buffer)
         bucket, us, domain = whole_number("a bucket", request.bucket), self._us, self._domain
         number = self._take_number("", 0, bucket)
@@ -142,7 +140,6 @@ class Scheduler:
         return handle
 
     def message(self, message: MessageRequest, buffer: Buffer, result: Callable[[], T], timeout_s: float) -> Handle[T]:
-        """Start to send or receive a message."""
         name, peer, tag, any_source = message.name, message.action.peer, message.tag, self._any_source
         if name == "recv" and any_source is not None and any_source.is_awaited(tag):
             return self._receive(message, buffer, any_source.post(tag, peer), result, timeout_s)
@@ -152,7 +149,7 @@ class Scheduler:
         return self._start(operation, result, timeout_s)
 
     def from_any_source(self, length: int, tag: int, buffer: Buffer, timeout_s: float) -> Handle[int]:
-        """Start to receive a message from any rank; the result is the sender's."""
+        """Start an any-source receive; its result is the rank of the sender."""
         message = MessageRequest("recv_any", tag, Recv(0, 0, length))
         if self._any_source is None:
             self._any_source = AnySource(
@@ -173,7 +170,7 @@ class Scheduler:
         result: Callable[[], T],
         timeout_s: float,
     ) -> Handle[T]:
-        """Start to receive a message whose number, or even sender, is not known yet."""
+        """Start a receive whose message number, or sender, is not known yet."""
         posted = self._take_number(f"{message.name} posted", message.action.peer, message.tag)
         identity = self._message_id(message, buffer, posted)
         operation = Operation(identity, pending, buffer, self._domain)
@@ -192,7 +189,7 @@ class Scheduler:
         return handle
 
     def _over(self, operation: Operation, task: Handle[Any]) -> None:
-        """However it has ended, and before those who wait for it."""
+        """Clean up after an operation, however it ended. This runs before the tasks that wait for it."""
         if not task.cancelled():
             task.exception()  # a group's failure ends all its operations: it is enough to await one of them
         elif operation.state == QUEUED:  # before it ran at all, so the others have not been told
@@ -249,7 +246,7 @@ class Scheduler:
         return result()
 
     async def _match(self, operation: Operation, message: MessageRequest) -> None:
-        """Wait until it is known which message it receives."""
+        """Wait until the message to receive is known."""
         assert operation.pending is not None
         operation.enter(MATCHING)
         try:
@@ -265,7 +262,7 @@ class Scheduler:
     # What it does, and how it is called on the wire.
 
     def _scheduled(self, request: CollectiveRequest, buffer: Buffer) -> tuple[Schedule, int]:
-        """What we do, and a digest of what all ranks must agree on."""
+        """Return the schedule of this rank, and a signature of everything that all ranks must agree on."""
         key = (request.operation, request.algorithm, request.shape, request.op, buffer.kind, buffer.element_bytes)
         known = self._schedules.get(key)
         if known is None:
@@ -280,7 +277,7 @@ class Scheduler:
         return known
 
     def _cut(self, made: Plan, buffer: Buffer) -> Schedule:
-        """How it is executed, where links, headers and errors name ranks as the whole group does, not as a subgroup."""
+        """Return the schedule of a plan. Its peers are ranks of the whole group, as in links, headers and errors."""
         if self._members != tuple(range(len(self._members))):
             made = made.among(self._members)
         return schedule(made, max(1, self._us.wire.segment_bytes // buffer.element_bytes))
@@ -307,11 +304,11 @@ def _cancelled(operation: Operation) -> CollectiveError:
 
 
 def _numbered(number: int, tag: int) -> tuple[int, int]:
-    """The operation's number and bucket in a message's frames."""
+    """Return the operation number and the bucket for the frames of a message."""
     return number | tag >> BUCKET_BITS << NUMBER_BITS, tag & (1 << BUCKET_BITS) - 1
 
 
 def _unfinished(made: Plan) -> Plan:
-    """Without `Finish`, which is the last action of its round."""
+    """Return the plan without `Finish`, which is the last action of its round."""
     rounds = [actions[:-1] if actions and type(actions[-1]) is Finish else actions for actions in made.rounds]
     return Plan(tuple(rounds), made.peers, made.summary, made.in_step)

@@ -27,18 +27,19 @@ from hcsim.errors import UsageError
 
 SHORT_BYTES = 1 << 20
 _SHORTEST_BYTES = 1 << 16
-"""Up to here a step costs more than to send all of a message rather than a half of it, then a quarter, …"""
+"""Up to this size, an extra step costs more than sending the whole message instead of a half, a quarter, …"""
 _FEW = 8
-"""So many can all talk to each other at once, if that is what their number asks for."""
+"""The largest group in which all ranks may communicate with each other at once."""
 _SEGMENT_BYTES = 1 << 20
 _SEGMENTS = 64
-"""Into how many segments a price cuts the buffer at most: enough to see what pipelining gains."""
+"""The maximum number of segments of a buffer in an estimate; enough to show the gain of pipelining."""
 
 _ALIKE = 1.05
-"""Prices that differ by less than this differ by no more than two measurements of a link do."""
+"""Costs within this ratio differ no more than two measurements of a link."""
 _LONG_BYTES, _WORTH_IT = 8 << 20, 1.5
-"""The parts of a long message that many peers send at once wait for each other in memory, as large as the message
-itself: that has to gain more. So has an algorithm that adds all of a message at once, unless the message is short."""
+"""The parts of a long message that many peers send at once wait in memory, which then takes as much as the message
+itself. Such an algorithm has to gain more. So has one that reduces a whole message at once, unless the message
+is short."""
 
 _UNMEASURED = {
     "reduce": ("tree", "ring"),
@@ -48,16 +49,16 @@ _UNMEASURED = {
     "gather": ("tree", "centralized"),
     "scatter": ("tree", "centralized"),
 }
-"""For short messages, and for long ones."""
+"""The algorithms for short and for long messages."""
 
 
 @lru_cache(maxsize=1024)
 def choose(
     operation: str, shape: Shape, element_bytes: int, links: Links | None, segment_bytes: int = _SEGMENT_BYTES
 ) -> str:
-    """The algorithm's name. Ranks that pass equal arguments choose alike.
+    """Return the name of the algorithm. Ranks that pass equal arguments get the same one.
 
-    Hierarchical takes part when the shape has groups."""
+    Hierarchical is a candidate if the shape has groups."""
     names = [name for name in AUTO[operation] if name != "hierarchical" or shape.groups]
     if operation == "all_reduce":
         names.remove("chunked_ring")  # the ring, to a price
@@ -98,30 +99,31 @@ def _adds_all_at_once(planned: Sequence[Rounds], length: int) -> bool:
 
 
 def _peers(planned: Sequence[Rounds]) -> int:
-    """With how many others a rank talks at most: what a price does not see, many senders to one port among it."""
+    """Return the maximum number of peers of a rank. More peers have costs outside of the model, such as many senders
+    to one port."""
     return max(len({a.peer for actions in rounds for a in actions if not isinstance(a, Finish)}) for rounds in planned)
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
-    """How a group works where a call does not say."""
+    """Defaults of the operations of a group."""
 
     timeout_s: float = 60.0
-    """How long an operation may take before it fails on every rank."""
+    """The timeout of an operation, after which it fails on every rank."""
     arity: int = 2
-    """Branches of a tree: higher is flatter, with busier inner ranks."""
+    """Branches of a tree; more make it flatter, with busier inner ranks."""
     order: tuple[int, ...] = ()
-    """The ring's order; empty for 0, 1, 2, …"""
+    """The order of the ring; empty for 0, 1, 2, …"""
     groups: tuple[tuple[int, ...], ...] = ()
-    """Hierarchical: ranks that reach each other quickly."""
+    """For the hierarchical algorithm: groups of well-connected ranks."""
     local: str = "tree"
     cross: str = "ring"
     conducted: bool = False
-    """The caller decides when this group is over. Otherwise it is when a member calls from a later epoch."""
+    """Whether the caller ends this group. Otherwise it ends when a member connects with a later epoch."""
     watch_s: float | None = None
-    """How often to look for ranks that wait for each other in unlike collectives, or have been lost before they
-    were needed; None: they are noticed when frames show it, or at the time limit."""
+    """The interval of checks for mismatched collectives and for lost ranks that are not needed yet. None: these are
+    detected only when frames reveal them, or at the timeout."""
     links: Links | None = None
-    """Measured links, the same on all ranks: `auto` then chooses by price."""
+    """Measured links, equal on all ranks; `auto` then chooses by cost."""
 
     def __post_init__(self) -> None:
         if not (isinstance(self.timeout_s, Real) and self.timeout_s >= 0):  # nor is it NaN
@@ -143,7 +145,7 @@ def _ranks(what: str, given: Iterable[int]) -> tuple[int, ...]:
 
 
 def whole_number(what: str, number: SupportsIndex) -> int:
-    """A number that may be numpy's, as the plain one that ranks compare and traces hold."""
+    """Return an integer, possibly a numpy one, as a plain int, for comparisons between ranks and for traces."""
     try:
         return index(number)
     except TypeError:

@@ -1,10 +1,10 @@
-"""What a group does before its first operation: wait until all ranks are there, and measure the links.
+"""Start-up of a group: wait until all ranks have connected, and measure the links.
 
-Measuring: ranks meet in pairs, as in a round-robin tournament (the circle method), so that measurements
-disturb each other as little as possible: n − 1 rounds, and each has met all others. A pair
-measures the shortest of a few round trips, what each message costs beyond that when many follow
-each other, and the shortest time of a large message in each direction. Then all ranks share their rows, so
-that all of them hold the same figures; `auto` and the ring's order rest on them.
+Ranks measure in pairs, as in a round-robin tournament (the circle method), so that measurements disturb each
+other as little as possible: n − 1 rounds until each has met all others. A pair measures the shortest of a few
+round trips, the extra cost per message when many follow each other, and the shortest time of a large message in
+each direction. Then all ranks exchange their rows, so that all have the same figures; `auto` and the ring order
+depend on them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _LARGE_MESSAGES = 3
 _TAG = 65535
 
 Missing: TypeAlias = Callable[[list[int]], None]
-"""Called with the ranks that we still wait for, whenever that changes."""
+"""Called with the ranks that are still missing, whenever that changes."""
 
 
 class Ranks(Protocol):
@@ -60,7 +60,7 @@ class Ranks(Protocol):
 
 
 async def assemble(group: Ranks, wait_s: float, missing: Missing) -> None:
-    """Return when every rank is there: all call rank 0, which reports the absent ones to those that have called."""
+    """Wait until all ranks are present. They connect to rank 0, which reports the missing ones to the others."""
     if group.size == 1:
         return
     patient = group.subgroup(range(group.size)).within(wait_s)
@@ -87,7 +87,7 @@ async def assemble(group: Ranks, wait_s: float, missing: Missing) -> None:
 
 
 async def measure_links(group: Ranks) -> Links:
-    """The figures of all links between the group's ranks. Every member has to call it."""
+    """Measure all links between the ranks of the group. Every member has to call it."""
     n, rank = group.size, group.rank
     row = np.zeros((3, n))
     for partner in partners(rank, n):
@@ -108,7 +108,9 @@ async def measure_links(group: Ranks) -> Links:
 
 
 def partners(rank: int, size: int) -> list[int]:
-    """The rank's partner in each round; no two pairs of one round share a rank. Of an odd number one rests in turn."""
+    """Return the rank's partner in each round.
+
+    No two pairs of one round share a rank. If the number is odd, one rank idles in each round."""
     seats = size + size % 2
     met = []
     for round_number in range(seats - 1):
@@ -125,7 +127,7 @@ def partners(rank: int, size: int) -> list[int]:
 
 
 async def _meet(group: Ranks, partner: int) -> tuple[float, float, float]:
-    """Latency, overhead per message and bandwidth towards the partner; the lower rank measures first."""
+    """Return latency, overhead per message and bandwidth towards the partner; the lower rank measures first."""
     if group.rank < partner:
         figures = await _time(group, partner)
         await _answer(group, partner)

@@ -1,17 +1,17 @@
-"""Proves a set of plans, one per rank, correct by executing them with symbols for values.
+"""The verifier: proves a set of plans, one per rank, correct by symbolic execution.
 
-A range of a rank's buffer holds a `Value`: which ranks' inputs are combined in it, how far from
-its own address each element was in those inputs, and whether it is finished. The proof is over
-ranges, so it takes as long for a billion elements as for ten. Nothing is assumed about the
-operator but that it is associative and commutative: therefore no input may enter twice.
+A range of a rank's buffer holds a `Value`: which ranks' inputs are combined in it, how far from its own address
+each element was in those inputs, and whether it is finished. The proof covers ranges, so it takes as long for a
+billion elements as for ten. The operator is only assumed to be associative and commutative; therefore no input
+may enter twice.
 
-Checked: every message has a sender and a receiver in the same round, one size, and no twin; no
-rank waits for ever when sends never wait; nothing undefined is used; only whole reductions are
-finished, once; and every rank ends with what the operation promises.
+It checks that every message has a sender and a receiver in the same round, with equal sizes, and is unique;
+that no rank waits for ever if sends never block; that nothing undefined is used; that only complete reductions
+are finished, once; and that every rank ends with the result of the operation.
 
-The walk itself, `DryRun`, serves the cost model, too: it runs the plans of all ranks at once, without a clock, and
-messages decide which rank can go on. Sending never waits, so a rank that rests in the end rests for ever.
-What is known about a buffer changes at a few addresses only, and is kept as an `IntervalMap`.
+The execution itself, `DryRun`, is also used by the cost model. It runs the plans of all ranks concurrently,
+without a clock; messages decide which rank can continue. Sends never block, so a rank that waits at the end
+waits for ever. The state of a buffer changes at few addresses and is kept as an `IntervalMap`.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from hcsim.errors import HcsimError, UsageError
 
 T = TypeVar("T")
 Key: TypeAlias = tuple[int, ...]
-"""Which message: round, sender, receiver, and what else tells messages apart."""
+"""The identity of a message: round, sender, receiver, and further parts."""
 
 
 class PlanError(HcsimError):
-    """A set of plans does not do what its operation promises; the text says where."""
+    """A set of plans does not perform its operation; the message says where."""
 
 
 class Value(NamedTuple):
-    """Element x holds the combination of `ranks`' inputs at x + `shift`."""
+    """The value of an element x: the combination of the inputs of `ranks` at x + `shift`."""
 
     ranks: int
-    """Bit r is set when rank r's input is in it; none, when it is undefined."""
+    """Bit r is set if the input of rank r is included; 0 means undefined."""
     shift: int = 0
     finished: bool = False
 
@@ -102,7 +102,7 @@ def _initial(operation: str, rank: int, shape: Shape) -> IntervalMap[Value]:
 
 
 def _promised(operation: str, rank: int, shapes: Sequence[Shape]) -> list[_Piece]:
-    """What the operation leaves on this rank, in the ranges about which it says anything."""
+    """Return the required final values on this rank, for the ranges that the operation defines."""
     shape, everyone = shapes[rank], (1 << len(shapes)) - 1
     parts, root = offsets(shape.counts), Value(1 << shape.root)
     if operation == "all_reduce" or (operation == "reduce" and rank == shape.root):
@@ -125,7 +125,7 @@ def _promised(operation: str, rank: int, shapes: Sequence[Shape]) -> list[_Piece
 
 
 def _check_messages(plans: Sequence[Rounds], sizes: Sequence[int]) -> None:
-    """Every message has both its ends, of one size, and there is one per round and pair."""
+    """Check that every message has both ends, of equal size, and that there is at most one per round and pair."""
     sent: dict[Key, int] = {}
     taken: dict[Key, int] = {}
     for rank, rounds in enumerate(plans):
@@ -156,7 +156,7 @@ def _sized(verb: str, side: dict[Key, int], key: Key) -> str:
 
 
 class _Machine:
-    """All ranks' buffers, and what performing an action does to them."""
+    """The buffers of all ranks, and the effect of actions on them."""
 
     def __init__(self, plans: Sequence[Rounds], states: Sequence[IntervalMap[Value]]) -> None:
         self.plans = plans
@@ -165,7 +165,7 @@ class _Machine:
         self.dry_run: DryRun[tuple[int, list[_Piece]]] = DryRun()
 
     def walk(self, rank: int) -> Iterator[Key]:
-        """Perform a rank's actions in order, resting where a message is not there yet."""
+        """Perform the actions of a rank in order; yield the key of a message that has not arrived."""
         for s, actions in enumerate(self.plans[rank]):
             for action in actions:
                 where = f"rank {rank}, round {s}: {action}"
@@ -215,7 +215,7 @@ def _combined(ours: Value, theirs: Value, where: str) -> Value:
 
 
 class IntervalMap(Generic[T]):
-    """A value for every address in [0, size), kept as pieces of equal value."""
+    """A value for every address in [0, size), stored as pieces of equal value."""
 
     def __init__(self, size: int, value: T) -> None:
         self.size = size
@@ -223,7 +223,7 @@ class IntervalMap(Generic[T]):
         self._values = [value]
 
     def _cut(self, at: int) -> int:
-        """The index of the piece that starts there, after making one."""
+        """Split at this address if necessary; return the index of the piece that starts there."""
         if at == self.size:
             return len(self._starts)
         index = bisect_right(self._starts, at) - 1
@@ -234,19 +234,18 @@ class IntervalMap(Generic[T]):
         return index + 1
 
     def values(self, lo: int, hi: int) -> list[T]:
-        """The values in [lo, hi), in order."""
         first = self._cut(lo)
         return self._values[first : self._cut(hi)]
 
     def pieces(self, lo: int, hi: int) -> list[tuple[int, int, T]]:
-        """The values in [lo, hi), each with where it starts and stops."""
+        """Return the values in [lo, hi), each with its start and end."""
         first = self._cut(lo)
         last = self._cut(hi)
         stops = [*self._starts[first + 1 : last], hi]
         return list(zip(self._starts[first:last], stops, self._values[first:last], strict=False))
 
     def put(self, lo: int, hi: int, value: T) -> None:
-        """Give all of [lo, hi) one value."""
+        """Set all of [lo, hi) to one value."""
         if lo < hi:
             first = self._cut(lo)
             last = self._cut(hi)
@@ -255,7 +254,7 @@ class IntervalMap(Generic[T]):
 
 
 class DryRun(Generic[T]):
-    """Runs one generator per rank. One that yields a key rests until the message is posted."""
+    """Runs one generator per rank. A generator that yields a key is suspended until that message is posted."""
 
     def __init__(self) -> None:
         self._posted: dict[Key, T] = {}
@@ -266,17 +265,17 @@ class DryRun(Generic[T]):
         return key in self._posted
 
     def post(self, key: Key, message: T) -> None:
-        """Leave a message, and wake the rank that rests for it."""
+        """Post a message and resume the rank that waits for it."""
         self._posted[key] = message
         if key in self._resting:
             self._ready.append(self._resting.pop(key))
 
     def take(self, key: Key) -> T:
-        """The message, which is there."""
+        """Remove and return a posted message."""
         return self._posted.pop(key)
 
     def run(self, walks: Sequence[Iterator[Key]]) -> dict[Key, int]:
-        """Run all as far as they get; returns which message each rank rests for in the end."""
+        """Run all generators as far as possible; return the rank that still waits for each message."""
         self._ready.extend(range(len(walks)))
         while self._ready:
             rank = self._ready.popleft()

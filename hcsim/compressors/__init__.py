@@ -1,1 +1,1 @@
-"""How a tensor shrinks: compressors, their encodings, and error feedback. Nothing here communicates."""
+"""Compressors of tensors, their encodings, and error feedback. Nothing here communicates."""

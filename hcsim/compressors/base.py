@@ -1,21 +1,20 @@
-"""What a compressor is.
+"""The interface of a compressor.
 
 A compressor turns one float32 tensor into a payload of bytes and back; it never communicates. Its `kind` says
 how payloads of several ranks may be combined, and the aggregator picks the collective from that:
 
-- linear: the encoding is a linear map that all ranks share, so factors may be summed by an
-  all-reduce. Such a compressor offers `rounds`: the factors it wants summed, one after the other.
-- sparse: payloads are gathered, decoded and summed by everyone.
-- quantised: each rank decodes and sums its part of everybody's tensor, encodes the sum and gathers.
+- linear: the encoding is a linear map that all ranks share, so factors may be summed by an all-reduce. Such a
+  compressor offers `rounds`: the factors to be summed, one after the other.
+- sparse: payloads are gathered; every rank decodes and sums them.
+- quantised: each rank decodes and sums its part of all tensors, encodes the sum, and gathers the parts.
 
 Encoded bytes are never summed as if they were floats.
 
-What a compressor remembers between steps (a warm start, a residual) it keeps by the tensor's name, one
-object per rank. What it learned in a step counts once the step is committed; a step that is abandoned leaves
-no trace, so it can be tried again. `state` and `restore` move what was committed to a checkpoint and back;
-a name in it begins with "shared/" where all ranks hold the same (a newcomer needs it), with "own/" where each
-rank holds its own. What ranks must agree on (random-k's choice of indices) follows from the seed, the name and
-the step alone.
+State between steps (a warm start, a residual) is kept by the tensor's name, in one object per rank. What was
+learned in a step takes effect when the step is committed. An abandoned step leaves no trace, so it can be tried
+again. `state` and `restore` move committed state to a checkpoint and back. Names in it begin with "shared/"
+where all ranks hold the same (a newcomer needs it), with "own/" where each rank holds its own. What ranks must
+agree on (random-k's choice of indices) follows from the seed, the name and the step alone.
 """
 
 from __future__ import annotations
@@ -44,87 +43,79 @@ class Kind(Enum):
 
 
 class Ident(NamedTuple):
-    """Which tensor, in which step: what all ranks know alike."""
+    """The tensor's name and the step, the same on all ranks."""
 
     name: str
     step: int = 0
 
 
 Rounds: TypeAlias = Generator[Array, Array, None]
-"""Yields a flat factor, is sent its sum over all ranks, and so on; the sum may be in the same memory."""
+"""Yields a flat factor and is sent its sum over all ranks, repeatedly; the sum may be in the same memory."""
 
 
 class Compressor(Protocol):
-    """Shrinks tensors, one at a time, on one rank."""
+    """Compresses tensors, one at a time, on one rank."""
 
     @property
     def spec(self) -> str:
-        """As it is written in files and tables: "topk:0.01". `make` reads it."""
+        """The spec as in files and tables: "topk:0.01". `make` parses it."""
 
     @property
-    def kind(self) -> Kind:
-        """How payloads are combined."""
+    def kind(self) -> Kind: ...
 
     def size_bytes(self, shape: Shape) -> int:
-        """The exact size of the payload for such a tensor (an estimate where `sized` is false)."""
+        """Return the exact size of the payload for such a tensor (an estimate where `sized` is false)."""
 
-    def most_bytes(self, shape: Shape) -> int:
-        """No payload for such a tensor is larger."""
+    def most_bytes(self, shape: Shape) -> int: ...
 
     @property
     def sized(self) -> bool:
-        """Whether the size depends on the shape alone; a lossless coder's does not."""
+        """Whether the size depends on the shape alone; false for a lossless coder."""
 
     def encode(self, tensor: Array, of: Ident) -> Bytes:
-        """The payload, valid until a tensor of that name is encoded again: its memory is used again.
+        """Return the payload. It is valid until a tensor of that name is encoded again, which reuses its memory.
 
-        The tensor is contiguous and stays as it is; a NaN or an infinity in it is refused by name (`randomk` says where
-        it does not look for one).
-        """
+        The tensor is contiguous and is not changed. A NaN or an infinity in it raises an error that names the
+        tensor (`randomk` documents where it does not check)."""
 
     def decode(self, payload: Bytes, out: Array, of: Ident) -> None:
-        """Put what the payload says into `out`, all of it.
+        """Decode the payload into all of `out`.
 
-        A payload that is not valid is refused by name; what `out` then holds is not to be used.
-        """
+        An invalid payload raises an error that names the tensor; the contents of `out` are then undefined."""
 
     def add(self, payload: Bytes, out: Array, of: Ident) -> None:
-        """Like `decode`, but added to what is in `out`."""
+        """Like `decode`, but add to `out`."""
 
     def subtract(self, payload: Bytes, out: Array, of: Ident) -> None:
-        """Like `decode`, but taken from what is in `out`: from the input, this leaves what was not sent."""
+        """Like `decode`, but subtract from `out`: applied to the input, this leaves what was not sent."""
 
     def for_feedback(self) -> Compressor:
-        """The same as error feedback needs it: what it sends is a part of the input, not an unbiased estimate."""
+        """Return the variant for error feedback: it sends a part of the input, not an unbiased estimate."""
 
-    def encode_work(self, shape: Shape) -> Work:
-        """What encoding costs a machine whose time is modelled."""
+    def encode_work(self, shape: Shape) -> Work: ...
 
-    def decode_work(self, shape: Shape) -> Work:
-        """What decoding costs."""
+    def decode_work(self, shape: Shape) -> Work: ...
 
     def commit(self, step: int) -> None:
-        """The step counts: from now on, remember what was learned in it."""
+        """Commit the step: what was learned in it takes effect."""
 
     def abandon(self, step: int) -> None:
-        """The step does not count: forget what was learned in it."""
+        """Abandon the step: discard what was learned in it."""
 
     def state(self) -> State:
-        """Everything it remembers, by names of its own."""
+        """Return the committed state, under names of its own."""
 
     def restore(self, state: Mapping[str, npt.NDArray[np.generic]]) -> None:
-        """Remember what another object of the same spec remembered; refuses what is not that."""
+        """Restore the state of another object of the same spec; reject any other."""
 
 
 class Linear(Compressor, Protocol):
     """A compressor whose factors may be summed."""
 
     def rounds(self, tensor: Array, of: Ident, total: Array | None = None) -> Rounds:
-        """Exchange this tensor, which in the end holds the sum over all ranks, decoded.
+        """Exchange this tensor; in the end it holds the decoded sum over all ranks.
 
-        Where another array is given, `total`, the sum is put there, and the tensor is left with the part of it
-        that was not sent.
-        """
+        If `total` is given, the sum is put there, and the tensor is left with the part of it that was not sent."""
 
     def round_bytes(self, shape: Shape) -> tuple[int, ...]:
-        """The size of each round's factor: what crosses the wire for such a tensor, without data."""
+        """Return the size of each round's factor for such a tensor, without data."""

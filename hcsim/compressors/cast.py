@@ -1,8 +1,9 @@
-"""`none`: every element as it is. `fp16`, `bf16`: in half the bytes, rounded to the nearest, ties to even.
+"""`none`: every element as it is. `fp16`, `bf16`: every element in half the bytes, rounded to the nearest, ties
+to even.
 
-fp16 has 11 significant bits and a narrow range: below 6·10⁻⁸ there is only zero, above 65504 there is nothing.
-bf16 has 8 significant bits and the range of float32. A value beyond the range is sent as the largest one,
-not as an infinity: what was cut off is then finite, and error feedback can send it later.
+fp16 has 11 significant bits and a narrow range: values below 6·10⁻⁸ become zero, and the largest is 65504. bf16
+has 8 significant bits and the range of float32. A value beyond the range is sent as the largest one, not as an
+infinity. The remainder is then finite, and error feedback can send it later.
 """
 
 from __future__ import annotations
@@ -32,24 +33,23 @@ _SIGN = 0x8000
 
 
 class Cast(ChunkedCompressor):
-    """What both have in common."""
+    """Base class of both."""
 
     kind = Kind.QUANTISED
     largest: ClassVar[int]
-    """The largest finite half, as bits."""
+    """The bits of the largest finite half-precision value."""
     beyond: ClassVar[int]
-    """The smallest float that would be rounded to an infinity, as bits."""
+    """The bits of the smallest float that would be rounded to an infinity."""
 
     @abstractmethod
     def _narrow(self, flat: Array, halves: Halves) -> bool:
-        """Whether all came out finite."""
+        """Convert to half precision; return whether all results are finite."""
 
     @abstractmethod
     def _widen(self, halves: Halves, into: Array) -> bool:
-        """Whether all are finite."""
+        """Convert to float32; return whether all are finite."""
 
     def size_bytes(self, shape: Shape) -> int:
-        """Two bytes for each element."""
         return HEADER_BYTES + HALF_BYTES * prod(shape)
 
     def _encode(self, flat: Array, shape: Shape, of: Ident) -> Bytes:
@@ -109,7 +109,6 @@ class Dense(ChunkedCompressor):
     kind = Kind.LINEAR
 
     def size_bytes(self, shape: Shape) -> int:
-        """All elements."""
         return HEADER_BYTES + FLOAT_BYTES * prod(shape)
 
     def _encode(self, flat: Array, shape: Shape, of: Ident) -> Bytes:
@@ -128,18 +127,18 @@ class Dense(ChunkedCompressor):
         return unpack
 
     def rounds(self, tensor: Array, of: Ident, total: Array | None = None) -> Rounds:
-        """The sum of the tensors; nothing is left unsent."""
+        """Exchange the sum of the tensors; nothing is left unsent."""
         yield from exchange_dense(tensor, total, of)
 
     def round_bytes(self, shape: Shape) -> tuple[int, ...]:
-        """All elements, at once."""
         return (FLOAT_BYTES * prod(shape),)
 
 
 def exchange_dense(tensor: Array, total: Array | None, of: Ident) -> Rounds:
-    """Sum the tensors, without a copy where the sum comes in the factor's own memory.
+    """Sum the tensors, without a copy where the sum arrives in the factor's own memory.
 
-    The sum is checked rather than the tensor: it is the same on all ranks, and so is what they find."""
+    The sum is checked rather than the tensor: it is the same on all ranks, so all ranks come to the same
+    result."""
     if total is not None:
         np.copyto(total, tensor)
         tensor.fill(0)

@@ -1,18 +1,18 @@
-"""What all compressors of this package share.
+"""Base classes of the compressors in this package, and their costs.
 
-A codec is written for flat arrays. `_encode` makes a payload; `_mix_body` checks one and puts, adds or subtracts
-what it says. Where elements stand for themselves this is done a chunk at a time (`ChunkedCompressor`).
+A codec is written for flat arrays. `_encode` makes a payload; `_mix_body` checks one and puts, adds or
+subtracts its values. Elementwise codecs do this a chunk at a time (`ChunkedCompressor`).
 
-`WORK` says what encoding and decoding cost, in the one currency that carries over to other machines: memory traffic.
-
-A factor is how many bytes a plain copy would have moved in the same time, for each byte of input: a copy itself
-reads and writes each byte and has the factor 2. Measured in one thread on 25 million normally distributed
-floats (Neoverse-N1, copying at 15 GB/s) by
+`WORK` holds the cost of encoding and decoding as memory traffic, the unit that carries over to other machines.
+A factor is the number of bytes that a plain copy would have moved in the same time, for each byte of input. A
+copy itself reads and writes each byte and has the factor 2. The factors were measured in one thread on 25
+million normally distributed floats (Neoverse-N1, copying at 15 GB/s) by
 
     python -m experiments.compressors
 
-(random-k when it still read all of the tensor, as it does with error feedback and in a sum, which is how it trains).
-Top-k and random-k at 1 %, PowerSGD at rank 4, zstd at level 1; other settings are taken to cost the same.
+(random-k when it still read all of the tensor, as it does with error feedback and in a sum, which is how it
+trains). The settings are top-k and random-k at 1 %, PowerSGD at rank 4, and zstd at level 1; other settings are
+taken to cost the same.
 """
 
 from __future__ import annotations
@@ -64,25 +64,24 @@ WORK = {
     "zstd": Factors(57.3, 20.9),
 }
 COMPENSATE = 3.0
-"""Of adding a residual to a tensor: two arrays are read and one is written."""
+"""The factor of adding a residual to a tensor: two arrays are read and one is written."""
 
 
 Unpack: TypeAlias = Callable[[int, Array], None]
-"""Decodes the elements from the given one on into an array: all of them, or a chunk."""
+"""Decodes the elements from an index on into an array: all of them, or a chunk."""
 Mix: TypeAlias = np.ufunc | None
-"""How what is decoded meets what is there: None replaces it."""
+"""How decoded values are combined with the output; None replaces it."""
 
 
 class BaseCompressor(ABC):
-    """A compressor that remembers nothing."""
+    """A stateless compressor."""
 
     codec: ClassVar[Codec]
     kind: ClassVar[Kind]
     sized: ClassVar[bool] = True
     chunk: ClassVar[int] = CHUNK
-    """Elements that are worked on at a time."""
     parameter: int = 0
-    """What the header says beside the codec."""
+    """The codec's parameter in the header."""
 
     def __init__(self, spec: str) -> None:
         self._spec = spec
@@ -91,39 +90,32 @@ class BaseCompressor(ABC):
 
     @property
     def spec(self) -> str:
-        """As it is written in files and tables."""
         return self._spec
 
     @abstractmethod
-    def size_bytes(self, shape: Shape) -> int:
-        """The size of the payload for such a tensor."""
+    def size_bytes(self, shape: Shape) -> int: ...
 
     def most_bytes(self, shape: Shape) -> int:
-        """The same, where that is the size of each."""
+        """Return `size_bytes`: all payloads have this size."""
         return self.size_bytes(shape)
 
     @abstractmethod
     def _encode(self, flat: Array, shape: Shape, of: Ident) -> Bytes:
-        """The payload with its header; refuses to send a NaN or an infinity."""
+        """Return the payload with its header; reject a NaN or an infinity."""
 
     @abstractmethod
-    def _mix_body(self, body: Bytes, flat: Array, shape: Shape, of: Ident, mix: Mix) -> None:
-        """Decode what stands behind a header that is right."""
+    def _mix_body(self, body: Bytes, flat: Array, shape: Shape, of: Ident, mix: Mix) -> None: ...
 
     def encode(self, tensor: Array, of: Ident) -> Bytes:
-        """The payload, valid until a tensor of that name is encoded again."""
         return self._encode(as_array(tensor, of.name), tensor.shape, of)
 
     def decode(self, payload: Bytes, out: Array, of: Ident) -> None:
-        """Put what the payload says into `out`."""
         self._mix(payload, out, of, None)
 
     def add(self, payload: Bytes, out: Array, of: Ident) -> None:
-        """Add what the payload says to `out`."""
         self._mix(payload, out, of, np.add)
 
     def subtract(self, payload: Bytes, out: Array, of: Ident) -> None:
-        """Take what the payload says from `out`."""
         self._mix(payload, out, of, np.subtract)
 
     def _mix(self, payload: Bytes, out: Array, of: Ident, mix: Mix) -> None:
@@ -138,10 +130,9 @@ class BaseCompressor(ABC):
         return header(self.codec, self.parameter, elements)
 
     def _payload(self, name: str, shape: Shape) -> Bytes:
-        """A payload with its header, to be filled.
+        """Return a payload to be filled, with its header.
 
-        It is the same memory as last time, since fresh pages cost more than filling them.
-        """
+        Its memory is reused, since fresh pages cost more than filling them."""
         payload = self._payloads.get(name)
         if payload is None or payload.size != self.size_bytes(shape):
             payload = self._payloads[name] = np.empty(self.size_bytes(shape), np.uint8)
@@ -150,48 +141,45 @@ class BaseCompressor(ABC):
 
     @property
     def scratch(self) -> Array:
-        """Memory for one chunk."""
+        """Return a buffer for one chunk."""
         if self._scratch is None:
             self._scratch = np.empty(self.chunk, np.float32)
         return self._scratch
 
     def for_feedback(self) -> BaseCompressor:
-        """Most compressors send a part of the input as it is."""
+        """Return the compressor itself: most compressors send a part of the input unchanged."""
         return self
 
     def encode_work(self, shape: Shape) -> Work:
-        """Measured; see `work`."""
         return Work(moved_bytes=self._factors().encode * FLOAT_BYTES * prod(shape))
 
     def decode_work(self, shape: Shape) -> Work:
-        """Measured; see `work`."""
         return Work(moved_bytes=self._factors().decode * FLOAT_BYTES * prod(shape))
 
     def _factors(self) -> Factors:
         return WORK[self.codec.name.lower()]
 
     def commit(self, step: int) -> None:  # noqa: B027 - there is nothing to do where nothing is remembered
-        """Nothing is remembered."""
+        """Do nothing: there is no state."""
 
     def abandon(self, step: int) -> None:  # noqa: B027
-        """Nothing is remembered."""
+        """Do nothing: there is no state."""
 
     def state(self) -> State:
-        """Nothing."""
         return {}
 
     def restore(self, state: Mapping[str, npt.NDArray[np.generic]]) -> None:
-        """Accepts nothing but nothing."""
+        """Accept only an empty state."""
         if state:
             raise UsageError(f"{self.spec} remembers nothing, but the state has {', '.join(sorted(state))}")
 
 
 class ChunkedCompressor(BaseCompressor):
-    """Decodes a chunk at a time, so that what is added to the tensor is still in the cache."""
+    """Decodes a chunk at a time, so that the chunk is still in the cache when it is added to the tensor."""
 
     @abstractmethod
     def _unpacker(self, body: Bytes, elements: int, of: Ident) -> Unpack:
-        """Check all that can be checked before, and give what decodes chunks."""
+        """Validate the body as far as possible, and return the function that decodes chunks."""
 
     def _mix_body(self, body: Bytes, flat: Array, shape: Shape, of: Ident, mix: Mix) -> None:
         unpack = self._unpacker(body, flat.size, of)
@@ -206,34 +194,32 @@ class ChunkedCompressor(BaseCompressor):
 
 
 class FlatCompressor(BaseCompressor):
-    """A quantising codec as a plugin writes one: two functions over flat arrays, and the size of what they make.
+    """A quantising codec as a plugin writes one: two functions over flat arrays, and the size of the payload.
 
-    What is checked of tensors and payloads is checked here. `register_compressor` calls the class with what stands
-    behind the colon of a spec, the run's seed and the rank."""
+    This class validates tensors and payloads. `register_compressor` calls the subclass with the argument
+    after the colon of a spec, the run's seed and the rank."""
 
     name: ClassVar[str]
-    """What its specs begin with."""
     kind = Kind.QUANTISED
     traffic: ClassVar[Factors] = Factors(8.0, 4.0)
-    """What encoding and decoding cost: bytes moved for each byte of the tensor (a plain copy moves 2)."""
+    """The cost of encoding and decoding: bytes moved for each byte of the tensor (a plain copy moves 2)."""
 
     def __init__(self, argument: str = "", seed: int = 0, rank: int = 0) -> None:
         super().__init__(f"{self.name}:{argument}" if argument else self.name)
 
     @abstractmethod
     def body_bytes(self, elements: int) -> int:
-        """How long the body of each payload for so many elements is."""
+        """Return the length of the body for this number of elements."""
 
     @abstractmethod
     def pack(self, flat: Array, of: Ident) -> Bytes:
-        """The body for a flat array of finite floats, as uint8."""
+        """Encode a flat array of finite floats; return the body as uint8."""
 
     @abstractmethod
     def unpack(self, body: Bytes, elements: int) -> Array:
-        """So many floats from a body of the right length; whatever else it says may be anything."""
+        """Decode this number of floats from a body of the right length, whose contents are not trusted."""
 
     def size_bytes(self, shape: Shape) -> int:
-        """The header and the body."""
         return HEADER_BYTES + self.body_bytes(prod(shape))
 
     def _encode(self, flat: Array, shape: Shape, of: Ident) -> Bytes:
@@ -266,7 +252,7 @@ class FlatCompressor(BaseCompressor):
 
 
 class Memory:
-    """Arrays by the tensor's name. `prefix` is what its names in a state begin with."""
+    """Arrays by the tensor's name; `prefix` is prepended to the names in a state."""
 
     def __init__(self, prefix: str) -> None:
         self.prefix = prefix
@@ -276,14 +262,14 @@ class Memory:
         self._step: int | None = None
 
     def kept(self, name: str, shape: Shape) -> Array | None:
-        """What counts, if there is anything."""
+        """Return the committed array, if there is one."""
         array = self._kept.get(name)
         if array is not None and array.shape != shape:
             raise UsageError(f"{name}: what is remembered of it has the shape {array.shape}, not {shape}")
         return array
 
     def propose(self, name: str, shape: Shape, step: int) -> Array:
-        """An array to fill with what is to count once the step is committed."""
+        """Return an array to fill, which takes effect once the step is committed."""
         if self._proposed and step != self._step:
             raise UsageError(f"{name}: step {step} began, but step {self._step} was neither committed nor abandoned")
         self._step = step
@@ -296,13 +282,11 @@ class Memory:
         return array
 
     def proposed(self, name: str, step: int) -> Array:
-        """What was proposed in this step."""
         if step != self._step or name not in self._proposed:
             raise UsageError(f"{name}: nothing was proposed for it in step {step}")
         return self._proposed[name]
 
     def commit(self, step: int) -> None:
-        """What was proposed in this step counts."""
         if step != self._step:
             return
         for name, array in self._proposed.items():
@@ -312,17 +296,16 @@ class Memory:
         self._proposed = {}
 
     def abandon(self, step: int) -> None:
-        """What was proposed in this step is forgotten."""
         if step == self._step:
             self._spare.update(self._proposed)
             self._proposed = {}
 
     def state(self) -> State:
-        """Copies of what counts."""
+        """Return copies of the committed arrays."""
         return {self.prefix + name: array.copy() for name, array in self._kept.items()}
 
     def restore(self, state: Mapping[str, npt.NDArray[np.generic]]) -> None:
-        """Only this counts from now on."""
+        """Replace all committed arrays by these."""
         restored = {}
         for key, array in state.items():
             if not key.startswith(self.prefix) or array.dtype != np.float32 or not np.isfinite(array).all():

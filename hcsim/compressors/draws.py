@@ -1,8 +1,8 @@
-"""Random bits by the million, from named streams.
+"""Random bits in large quantities, from named streams.
 
-numpy keeps the raw bits of its generators the same in every version, which it does not promise of the numbers
-that it makes of them. Ranks must draw alike whatever they run on, so we make our own numbers of the raw
-bits. SFC64 is four times as fast as the counter-based Philox; a stream for each tensor and step needs no counter.
+numpy guarantees the raw bits of its generators across versions, but not the numbers derived from them. Ranks
+must draw the same numbers on any platform, so the numbers are derived from the raw bits here. SFC64 is four
+times as fast as the counter-based Philox. With a stream for each tensor and step no counter is needed.
 """
 
 from __future__ import annotations
@@ -17,30 +17,31 @@ from hcsim.compressors.kernels.plain import FEW_BITS, FEW_MOST, WORD_BITS, Bits,
 from hcsim.rng import stream
 
 SPARE = 1 << 15
-"""Room for more places than are drawn: they do not fill it evenly."""
+"""Additional slots beyond those drawn, since draws do not fill the buckets evenly."""
 _MANY, _FEW = 1 << 23, 1 / 32
-"""Of so many such a part is listed: their bits would not stay in a near cache, and most would not be set."""
+"""A choice from at least so many elements, of at most this fraction, is stored as a list: the bits would
+not fit a near cache, and most would be zero."""
 
 
 def bits(seed: int, *name: str | int) -> np.random.SFC64:
-    """The source of raw bits of that name."""
+    """Return the generator of raw bits of this name."""
     return np.random.SFC64(stream(seed, *name).getrandbits(128))
 
 
 def uniform(source: np.random.SFC64, count: int) -> npt.NDArray[np.float64]:
-    """Numbers in [0, 1), on a grid of 2⁻⁵³."""
+    """Draw numbers in [0, 1), on a grid of 2⁻⁵³."""
     raw = source.random_raw(count)
     raw >>= np.uint64(11)
     return np.multiply(raw, 2.0**-53, dtype=np.float64)
 
 
 def uniform16(source: np.random.SFC64, count: int) -> npt.NDArray[np.uint16]:
-    """Whole numbers from 0 to 65535: four of them from every raw number."""
+    """Draw integers from 0 to 65535, four from every raw number."""
     return source.random_raw(-(-count // 4)).astype("<u8", copy=False).view("<u2")[:count]
 
 
 class Marked:
-    """A choice as bits that are set. To take it is to look at everything, so all is checked on the way."""
+    """A choice as a bit mask. Taking it reads the whole tensor, so all elements are checked along the way."""
 
     checks_all = True
 
@@ -49,18 +50,18 @@ class Marked:
         self._count = count
 
     def take(self, flat: Array, factor: float, values: Array) -> float:
-        """The chosen elements, times the factor; the largest magnitude of these, NaN if not all elements are finite."""
+        """Take the chosen elements times the factor. Return their largest magnitude; NaN if not all elements of the
+        tensor are finite."""
         return kernels.take_marked(flat, self.words, factor, values)
 
     def numbers(self) -> npt.NDArray[np.int64]:
-        """Which they are, ascending."""
         places = np.empty(self._count, np.int64)
         kernels.marked(self.words, places)
         return places
 
 
 class Listed:
-    """A choice of few out of many, as a list: only what is taken is looked at."""
+    """A sparse choice as a list: only the chosen elements are read."""
 
     checks_all = False
 
@@ -68,27 +69,27 @@ class Listed:
         self._places = places
 
     def take(self, flat: Array, factor: float, values: Array) -> float:
-        """The chosen elements, times the factor; the largest magnitude of these."""
+        """Take the chosen elements times the factor. Return their largest magnitude."""
         return kernels.take_listed(flat, self._places, factor, values)
 
     def numbers(self) -> npt.NDArray[np.int64]:
-        """Which they are: those of a block of elements together, in the order of the blocks."""
+        """Return the chosen indices, grouped by blocks of elements in ascending order."""
         return self._places.astype(np.int64)
 
 
 class Chooser:
-    """Makes choices, one after the other in the same memory: fresh pages cost as much as choosing."""
+    """Makes choices one after the other in the same memory: fresh pages cost as much as choosing."""
 
     def __init__(self) -> None:
         self._seen = np.empty(0, np.uint64)
         self._room = np.empty(0, np.uint32)
 
     def choice(self, source: np.random.SFC64, population: int, count: int) -> Marked | Listed:
-        """So many distinct numbers below `population`, each choice equally likely; valid until the next.
+        """Choose distinct numbers below `population` uniformly; the choice is valid until the next.
 
-        Draws until there are enough different ones, never more than are missing; of two halves the smaller is drawn.
-        They are drawn from where the source is, which itself stays there: numpy takes longer to draw than we to mark.
-        """
+        It draws as many numbers as are missing until all are distinct. If more than half are chosen, the
+        complement is drawn. The draws start at the source's state, which is not advanced: numpy takes longer to
+        draw than the marking takes."""
         words, drawn = -(-population // WORD_BITS), min(count, population - count)
         if _MANY < population <= FEW_MOST and count <= _FEW * population:
             return self._listed(source, population, count)

@@ -2,11 +2,11 @@
 
     compensated = tensor + residual;  payload = encode(compensated);  residual' = compensated − decode(payload)
 
-so over all steps everything is sent: Σ decoded + residual = Σ tensors. It wraps any compressor. A residual counts
-once its step is committed: an aborted step can be tried again as if it had never been.
+Over all steps everything is sent: Σ decoded + residual = Σ tensors. It wraps any compressor. A residual takes
+effect once its step is committed, so an aborted step can be tried again.
 
-For those who encode the pieces of a tensor themselves: `compensated` gives the tensor with its residual; after
-the pieces were encoded, `keep` takes what was not sent of the whole.
+A caller that encodes the pieces of a tensor itself gets the tensor with its residual from `compensated`, and
+passes the unsent rest of the whole tensor to `keep`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from hcsim.runtime.host import Work
 
 SUFFIX = "+ef"
 OWED = "own/residual/"
-"""What the names of residuals begin with in a state."""
+"""The prefix of residuals in a state."""
 
 
 class Feedback:
@@ -37,38 +37,31 @@ class Feedback:
 
     @property
     def inner(self) -> Compressor:
-        """The one that is wrapped."""
         return self._inner
 
     @property
     def spec(self) -> str:
-        """The inner one's, and a suffix."""
         return self._inner.spec + SUFFIX
 
     @property
     def kind(self) -> Kind:
-        """The inner one's."""
         return self._inner.kind
 
     @property
     def sized(self) -> bool:
-        """The inner one's."""
         return self._inner.sized
 
     def size_bytes(self, shape: Shape) -> int:
-        """The inner one's."""
         return self._inner.size_bytes(shape)
 
     def most_bytes(self, shape: Shape) -> int:
-        """The inner one's."""
         return self._inner.most_bytes(shape)
 
     def round_bytes(self, shape: Shape) -> tuple[int, ...]:
-        """The inner one's."""
         return cast(Linear, self._inner).round_bytes(shape)
 
     def compensated(self, tensor: Array, of: Ident) -> Array:
-        """The tensor with what is still owed. It is the caller's until `keep`, or until it is asked for again."""
+        """Return the tensor plus its residual. The array is valid until `keep` or the next call."""
         as_array(tensor, of.name)
         kept = self._memory.kept(of.name, tensor.shape)
         array = self._memory.propose(of.name, tensor.shape, of.step)
@@ -80,7 +73,7 @@ class Feedback:
         return array
 
     def keep(self, residual: Array, of: Ident) -> None:
-        """What was not sent of the compensated tensor; may be that array itself, changed in place."""
+        """Keep the unsent part of the compensated tensor; it may be that array itself, changed in place."""
         array = self._memory.proposed(of.name, of.step)
         if residual.shape != array.shape:
             raise UsageError(f"{of.name}: a residual of shape {residual.shape} for a tensor of shape {array.shape}")
@@ -88,37 +81,33 @@ class Feedback:
             np.copyto(array, residual)
 
     def encode(self, tensor: Array, of: Ident) -> Bytes:
-        """The payload of the compensated tensor."""
         array = self.compensated(tensor, of)
         payload = self._inner.encode(array, of)
         self._inner.subtract(payload, array, of)
         return payload
 
     def rounds(self, tensor: Array, of: Ident, total: Array | None = None) -> Rounds:
-        """The inner one's, of the compensated tensor. Nothing is left unsent that is not kept here."""
+        """Exchange the compensated tensor. All that is left unsent is kept here."""
         into = tensor if total is None else total
         yield from cast(Linear, self._inner).rounds(self.compensated(tensor, of), of, into)
         if total is not None:
             tensor.fill(0)
 
     def decode(self, payload: Bytes, out: Array, of: Ident) -> None:
-        """The inner one's."""
         self._inner.decode(payload, out, of)
 
     def add(self, payload: Bytes, out: Array, of: Ident) -> None:
-        """The inner one's."""
         self._inner.add(payload, out, of)
 
     def subtract(self, payload: Bytes, out: Array, of: Ident) -> None:
-        """The inner one's."""
         self._inner.subtract(payload, out, of)
 
     def for_feedback(self) -> Compressor:
-        """Refused: what a second one would remember, the first has already."""
+        """Raise: error feedback cannot be applied twice."""
         raise UsageError(f"{self.spec} has error feedback already")
 
     def encode_work(self, shape: Shape) -> Work:
-        """Compensating, encoding, and taking away what was sent."""
+        """Return the cost of compensating, encoding, and subtracting what was sent."""
         size_bytes = FLOAT_BYTES * int(np.prod(shape))
         parts = self._inner.encode_work(shape), self._inner.decode_work(shape)
         return Work(
@@ -127,25 +116,20 @@ class Feedback:
         )
 
     def decode_work(self, shape: Shape) -> Work:
-        """The inner one's."""
         return self._inner.decode_work(shape)
 
     def commit(self, step: int) -> None:
-        """The residuals of this step count."""
         self._memory.commit(step)
         self._inner.commit(step)
 
     def abandon(self, step: int) -> None:
-        """The residuals are again what they were before this step."""
         self._memory.abandon(step)
         self._inner.abandon(step)
 
     def state(self) -> State:
-        """The residuals, and what the inner one remembers."""
         return self._memory.state() | self._inner.state()
 
     def restore(self, state: Mapping[str, npt.NDArray[np.generic]]) -> None:
-        """The residuals, and what the inner one remembers."""
         mine = {key: array for key, array in state.items() if key.startswith(self._memory.prefix)}
         self._inner.restore({key: array for key, array in state.items() if key not in mine})
         self._memory.restore(mine)

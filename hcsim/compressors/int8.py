@@ -1,13 +1,13 @@
-"""`int8`: every element in one byte, as a whole multiple of a scale from −127 to 127.
+"""`int8`: every element in one byte, as a multiple of a scale from −127 to 127.
 
     payload: one scale (f32) for each block, then n multiples (i8)
     `int8` has one block, the tensor; `int8:block=256` has blocks of 256 elements; `int8:stochastic` see below
 
-The scale is the block's largest magnitude / 127. It is rounded down to 17 significant bits, so that every product
-of a multiple and the scale is exact: all machines decode to the same bits, and encoding again changes nothing.
-Rounding is to the nearest, ties to even: the error is at most half the scale. A stochastic encoder rounds up with
-the probability of the fraction (to 2⁻¹⁶), so that it is right on average; each rank draws its own.
-A block so small that its scale would be a subnormal number (below 1.5·10⁻³⁶) is sent as zeros.
+The scale is the block's largest magnitude / 127. It is rounded down to 17 significant bits, so that every
+product of a multiple and the scale is exact: all machines decode to the same bits, and encoding again changes
+nothing. Rounding is to the nearest, ties to even: the error is at most half the scale. A stochastic encoder
+rounds up with the probability of the fraction (to 2⁻¹⁶), so that it is unbiased; each rank draws its own
+numbers. A block whose scale would be subnormal (below 1.5·10⁻³⁶) is sent as zeros.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ from hcsim.errors import CompressionError
 LARGEST = 127
 _LIMITS = np.finfo(np.float32)
 _DROPPED_BITS = np.uint32((1 << 7) - 1)
-"""Of a float's 24 significant bits, those that a scale does not have."""
+"""Those of a float's 24 significant bits that a scale does not have."""
 
 
 class Int8(ChunkedCompressor):
-    """Smaller blocks: less error, more scales. `block` is a power of two up to 32768, or 0 for the whole tensor."""
+    """Smaller blocks give less error and more scales. `block` is a power of two up to 32768, or 0 for the whole
+    tensor."""
 
     codec = Codec.INT8
     kind = Kind.QUANTISED
@@ -45,7 +46,6 @@ class Int8(ChunkedCompressor):
         self._rank = rank
 
     def size_bytes(self, shape: Shape) -> int:
-        """A byte for each element, a float for each block."""
         return HEADER_BYTES + FLOAT_BYTES * self._blocks(prod(shape)) + prod(shape)
 
     def _blocks(self, elements: int) -> int:
@@ -96,11 +96,10 @@ class Int8(ChunkedCompressor):
         return unpack
 
     def _block(self, elements: int) -> int:
-        """The size of a block, where the tensor or a chunk of it is one."""
+        """Return the block size, which is `elements` if the tensor or chunk is one block."""
         return self.parameter or max(1, elements)
 
     def _blocks_of(self, lo: int, elements: int) -> slice:
-        """Which blocks so many elements from there on are in."""
         if not self.parameter:
             return slice(0, 1)
         return slice(lo // self.parameter, -(-(lo + elements) // self.parameter))
@@ -116,6 +115,5 @@ class Int8(ChunkedCompressor):
 
 
 def _rounded_down(scales: Array) -> Array:
-    """To 17 significant bits; and no subnormal numbers."""
     down = (scales.view(np.uint32) & ~_DROPPED_BITS).view(np.float32)
     return np.where(down >= _LIMITS.tiny, down, np.float32(0))

@@ -2,10 +2,9 @@
 
     payload: the magnitude (f32), then a bit for each element, the lowest bit of a byte first; 1 is negative
 
-It decodes to ± the magnitude, which is the best single one: no other leaves less squared error (Seide et al. 2014,
-with one mean in place of two). Zero counts as positive. It is nothing without error feedback.
-The magnitude is rounded to 12 significant bits: sums of it are then exact, and encoding what was decoded gives the
-same again.
+It decodes to ± the magnitude, the value with the least squared error (Seide et al. 2014, with one mean in place
+of two). Zero counts as positive. It is only useful with error feedback. The magnitude is rounded to 12
+significant bits: sums of it are then exact, and encoding a decoded tensor gives the same again.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ from hcsim.compressors.encoding import CHUNK, FLOAT_BYTES, HEADER_BYTES, Codec, 
 from hcsim.errors import CompressionError
 
 _SIGNS = 1 - 2 * np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little").astype(np.float32)
-"""For each byte the signs of its eight elements."""
+"""The signs of the eight elements, for each byte."""
 
 
 class OneBit(ChunkedCompressor):
-    """A thirty-second of the bytes."""
+    """One bit per element: a thirty-second of the bytes."""
 
     codec = Codec.ONEBIT
     kind = Kind.QUANTISED
@@ -35,7 +34,6 @@ class OneBit(ChunkedCompressor):
         super().__init__("onebit")
 
     def size_bytes(self, shape: Shape) -> int:
-        """A bit for each element, in whole bytes, and a float."""
         return HEADER_BYTES + FLOAT_BYTES + -(-prod(shape) // 8)
 
     def _encode(self, flat: Array, shape: Shape, of: Ident) -> Bytes:
@@ -50,7 +48,7 @@ class OneBit(ChunkedCompressor):
         return payload
 
     def _sum_of_large(self, piece: Array, flat: Array, of: Ident) -> float:
-        """Of magnitudes whose sum float32 cannot hold."""
+        """Return the sum of magnitudes where float32 would overflow."""
         check_input(flat, of.name)
         return float(np.abs(piece).sum(dtype=np.float64))
 

@@ -4,22 +4,23 @@ The tensor is seen as a matrix M of its first dimension by the rest, m × n. Wit
 
     P = M Q, summed over all ranks;  P̂ = P made orthonormal;  Q' = Mᵀ P̂, summed;  the total is P̂ Q'ᵀ
 
-Both maps are linear in M once Q and P̂ are shared, so factors are summed and the total is that of the sum of all
-matrices: the mean of gradients is compressed, not each alone. One power iteration for each step; since Q' is
-the next step's Q, the iterations add up. The first Q is drawn from the seed and the name, alike on all ranks.
-A column of Q' that is zero (a zero matrix, a lower rank) would stay so and is drawn again.
+Both maps are linear in M once Q and P̂ are shared, so factors are summed and the total is that of the sum of
+all matrices: the mean of gradients is compressed, not each gradient. There is one power iteration for each
+step. Since Q' is the next step's Q, the iterations accumulate. The first Q is drawn from the seed and the name,
+the same on all ranks. A zero column of Q' (from a zero matrix, or one of lower rank) would stay zero and is
+drawn again.
 
 Cost: 4 m n r FLOPs and two passes over M to encode, half of that to decode; (m + n) r floats are sent. A tensor
 that this does not make smaller, or that has fewer than two dimensions, is sent as it is.
 
-Factors are kept and sent transposed, r × m and r × n: long rows are quick to multiply with. Up to rank 8 our own loops
-do that, in 0.6 of BLAS's time at rank 4; above, BLAS is quicker. Each rank's own P and Q' may be rounded as its
-processor likes, since only their sums are used. P̂, the total and the next Q are computed by every rank from these sums,
-and must be the same bits on all, on unlike processors too: so they are made of single additions, multiplications,
-divisions and square roots in an order that the shapes alone decide, not by BLAS or LAPACK, and no product is fused with
-a sum.
+Factors are stored and sent transposed, r × m and r × n, since long rows are quick to multiply with. Up to rank
+8 the loops of this package are used, in 0.6 of BLAS's time at rank 4; above, BLAS is quicker. Each rank's own P
+and Q' may be rounded in a platform-dependent way, since only their sums are used. Every rank computes P̂, the
+total and the next Q from these sums, and all must get the same bits on any processor. So these are computed by
+single additions, multiplications, divisions and square roots in an order that the shapes alone decide, without
+BLAS, LAPACK or fused multiply-add.
 
-A factor or a total that is too large for float32 is refused.
+A factor or a total that is too large for float32 is rejected.
 """
 
 from __future__ import annotations
@@ -50,26 +51,27 @@ from hcsim.compressors.kernels import plain
 from hcsim.errors import NotFinite
 
 THIN = 8
-"""The highest rank at which BLAS is slower than our loops."""
+"""The highest rank at which BLAS is slower than the loops of this package."""
 LARGEST = 0.999 * float(np.finfo(np.float32).max)
-"""Sums of products that are less than this in exact arithmetic are finite in float32."""
+"""Sums of products below this in exact arithmetic are finite in float32."""
 DEPENDENT = 2.0**-46
-"""A column of whose square no more than this share is left depends on those before it: float32 has rounded as much."""
+"""A column depends on earlier ones if at most this fraction of its square is left: the magnitude of
+float32's rounding."""
 SIGNS: dict[Mix, int] = {None: 0, np.add: 1, np.subtract: -1}
-"""How a product meets what is there."""
+"""The sign argument of `outer` for each way of combining."""
 
 
 Doubles: TypeAlias = npt.NDArray[np.float64]
 
 
 class PowerSGD(BaseCompressor):
-    """Lower rank: fewer bytes, more left unsent."""
+    """A lower rank gives fewer bytes, and leaves more unsent."""
 
     codec = Codec.POWERSGD
     kind = Kind.LINEAR
 
     def __init__(self, rank: int, seed: int, loops: ModuleType = kernels) -> None:
-        """Other loops than those of this machine are for comparing: the total does not depend on them."""
+        """`loops` replaces this machine's loops for comparison: the total does not depend on them."""
         super().__init__(f"powersgd:{rank}")
         self.parameter = rank
         self._seed = seed
@@ -77,7 +79,7 @@ class PowerSGD(BaseCompressor):
         self._memory = Memory("shared/q/")
 
     def factors(self, shape: Shape) -> tuple[int, int, int] | None:
-        """Rows, columns and rank of what a tensor of this shape is sent as; None where it is sent as it is."""
+        """Return the rows, columns and rank of the factors for this shape; None where the tensor is sent as it is."""
         if len(shape) < 2 or 0 in shape:
             return None
         rows, columns = shape[0], prod(shape[1:])
@@ -85,18 +87,16 @@ class PowerSGD(BaseCompressor):
         return (rows, columns, rank) if (rows + columns) * rank < rows * columns else None
 
     def size_bytes(self, shape: Shape) -> int:
-        """Both factors."""
         return HEADER_BYTES + sum(self.round_bytes(shape))
 
     def round_bytes(self, shape: Shape) -> tuple[int, ...]:
-        """One factor, then the other; or the tensor at once."""
+        """Return one round per factor, or one round for the whole tensor."""
         if (factors := self.factors(shape)) is None:
             return (FLOAT_BYTES * prod(shape),)
         rows, columns, rank = factors
         return FLOAT_BYTES * rows * rank, FLOAT_BYTES * columns * rank
 
     def rounds(self, tensor: Array, of: Ident, total: Array | None = None) -> Rounds:
-        """P, then Q'."""
         if (factors := self.factors(tensor.shape)) is None:
             yield from exchange_dense(tensor, total, of)
             return
@@ -115,7 +115,7 @@ class PowerSGD(BaseCompressor):
         self._mix_product(matrix if total is None else total.reshape(rows, columns), p, q, None, of)
 
     def _encode(self, flat: Array, shape: Shape, of: Ident) -> Bytes:
-        """P̂ and Q' of this tensor alone, for a receiver that sums what it decodes."""
+        """Encode P̂ and Q' of this tensor alone, for a receiver that sums decoded tensors."""
         payload = self._payload(of.name, shape)
         values = payload[HEADER_BYTES:].view(np.float32)
         if (factors := self.factors(shape)) is None:
@@ -143,7 +143,7 @@ class PowerSGD(BaseCompressor):
         self._mix_product(flat.reshape(rows, columns), p, q, mix, of)
 
     def _first_factor(self, matrix: Array, rank: int, of: Ident) -> Array:
-        """P. A NaN or an infinity of the matrix is in its row of P too, so the matrix is read no more than once."""
+        """Compute P. A NaN or an infinity of the matrix appears in its row of P, so the matrix is read only once."""
         p = np.empty((rank, matrix.shape[0]), np.float32)
         self._quickest(rank).dots(self._start(matrix.shape[1], rank, of), matrix, p, rank)
         if not is_finite(p.reshape(-1)):
@@ -152,7 +152,7 @@ class PowerSGD(BaseCompressor):
         return p
 
     def _start(self, columns: int, rank: int, of: Ident) -> Array:
-        """This step's Q: what the last one left, or a first one."""
+        """Return this step's Q: that of the last step, or an initial one."""
         kept = self._memory.kept(of.name, (rank, columns))
         return self._drawn((rank, columns), of.name, "first") if kept is None else kept
 
@@ -161,7 +161,8 @@ class PowerSGD(BaseCompressor):
         return (2 * draws - 1).astype(np.float32).reshape(shape)
 
     def _remember(self, q: Array, of: Ident) -> None:
-        """Each column scaled to 1, so that products do not overflow; what is made orthonormal has no scale."""
+        """Keep Q for the next step, each column scaled to 1 so that products do not overflow. The scale is lost in
+        orthonormalisation anyway."""
         largest = np.abs(q).max(axis=1)
         remembered = self._memory.propose(of.name, q.shape, of.step)
         np.divide(q, np.where(largest > 0, largest, 1)[:, None], out=remembered)
@@ -169,23 +170,19 @@ class PowerSGD(BaseCompressor):
             remembered[largest == 0] = self._drawn(q.shape, of.name, of.step)[largest == 0]
 
     def commit(self, step: int) -> None:
-        """Start the next step from this one's Q."""
         self._memory.commit(step)
 
     def abandon(self, step: int) -> None:
-        """Start again from where this step started."""
         self._memory.abandon(step)
 
     def state(self) -> State:
-        """Q of each matrix."""
         return self._memory.state()
 
     def restore(self, state: Mapping[str, npt.NDArray[np.generic]]) -> None:
-        """Start from there."""
         self._memory.restore(state)
 
     def _quickest(self, rank: int) -> ModuleType:
-        """For products that only this rank sees."""
+        """Return the quickest loops, for products that only this rank uses."""
         return plain if rank > THIN and self._loops is kernels else self._loops
 
     def _mix_product(self, out: Array, p: Array, q: Array, mix: Mix, of: Ident) -> None:
@@ -213,16 +210,16 @@ def _too_large(of: Ident) -> NotFinite:
 
 
 def _bound(p: Array, q: Array) -> float:
-    """No sum of products of their elements is larger than this."""
+    """Return an upper bound of the sums of products of their elements."""
     largest = np.abs(p).max(axis=1).astype(np.float64) * np.abs(q).max(axis=1)
     return float(_added(largest))
 
 
 def _orthonormal(p: Array, of: Ident) -> Array:
-    """Columns that span what the given ones span, and more where those depend on each other.
+    """Return orthonormal columns that span at least the given ones; dependent columns are replaced by others.
 
-    By the modified Gram-Schmidt process. In float64 its error is far below float32's, since no column is kept of which
-    less is left than float32 has rounded."""
+    It is the modified Gram-Schmidt process in float64. Its error is far below float32's, since no column is
+    kept of which less is left than float32 has rounded."""
     _check_factor(p, of)
     largest = np.abs(p).max(axis=1, keepdims=True)
     columns = p.astype(np.float64) / np.where(largest > 0, largest, np.float32(1))
@@ -239,7 +236,8 @@ def _orthonormal(p: Array, of: Ident) -> Array:
 
 
 def _axis_beside(columns: Doubles) -> Doubles:
-    """The axis that is furthest from some orthonormal columns, less its parts along them: fewer than there are rows."""
+    """Return the axis that is furthest from these orthonormal columns, less its projection on them. There must
+    be fewer columns than rows."""
     axis = np.zeros(columns.shape[1])
     axis[int(np.argmin(_added((columns * columns).T)))] = 1
     for column in columns:
@@ -248,7 +246,7 @@ def _axis_beside(columns: Doubles) -> Doubles:
 
 
 def _added(x: Doubles) -> Doubles:
-    """Sums over the last axis, one element after the other; `np.sum` may add in any order."""
+    """Sum over the last axis, one element after the other; `np.sum` may add in any order."""
     if x.shape[-1] == 0:
         return np.zeros(x.shape[:-1])
     return np.add.accumulate(x, axis=-1)[..., -1]

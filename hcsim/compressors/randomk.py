@@ -2,13 +2,13 @@
 
 The choice follows from the seed, the tensor's name and the step, and is not sent. k is as for top-k.
 
-Alone, what is sent is scaled by n / k, so that it is right on average. With error feedback it is not: what is
-left out now is sent later, and scaling as well would deliver every gradient n / k times over. Feedback asks
-for the unscaled one itself (`for_feedback`).
+Without error feedback, values are scaled by n / k, so that the estimate is unbiased. With error feedback they
+are not scaled: the rest is sent later, and scaling as well would deliver every gradient n / k times over. Error
+feedback asks for the unscaled variant itself (`for_feedback`).
 
-Of a large tensor (8 to 67 million elements) of which little is sent (one in 32 or less) no more is read than is sent: a
-NaN among the rest goes unseen by `encode`, as it does not matter to anybody. Where the rest does matter, as what
-feedback keeps or as what a sum leaves behind, it is looked for everywhere.
+For a large tensor (8 to 67 million elements) of which little is sent (one in 32 or less), only the sent
+elements are read. `encode` then misses a NaN among the rest, which has no effect. Where the rest matters (the
+residual of error feedback, the remainder of a sum), all elements are checked.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from hcsim.errors import NotFinite
 
 
 class RandomK(BaseCompressor):
-    """Lower ratio: fewer bytes, more noise."""
+    """A lower ratio gives fewer bytes and more noise."""
 
     codec = Codec.RANDOMK
     kind = Kind.LINEAR
@@ -41,24 +41,21 @@ class RandomK(BaseCompressor):
         self.parameter = int(scaled)
 
     def for_feedback(self) -> RandomK:
-        """Values as they are."""
         return RandomK(self._ratio, self._seed, scaled=False)
 
     def size_bytes(self, shape: Shape) -> int:
-        """The values alone."""
+        """Return the size of the values; indices are not sent."""
         return HEADER_BYTES + sum(self.round_bytes(shape))
 
     def round_bytes(self, shape: Shape) -> tuple[int, ...]:
-        """The values, at once."""
         return (FLOAT_BYTES * count_of(self._ratio, prod(shape)),)
 
     def _choice(self, elements: int, of: Ident) -> Marked | Listed:
-        """Which elements are sent in this step; until it is asked again."""
+        """Return the elements that are sent in this step; valid until the next call."""
         source = bits(self._seed, "randomk", of.name, of.step)
         return self._chooser.choice(source, elements, count_of(self._ratio, elements))
 
     def rounds(self, tensor: Array, of: Ident, total: Array | None = None) -> Rounds:
-        """The sum of the chosen elements."""
         flat = tensor.reshape(-1)
         chosen = self._choice(flat.size, of)
         factor = np.empty(count_of(self._ratio, flat.size), np.float32)

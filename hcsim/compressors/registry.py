@@ -1,4 +1,4 @@
-"""Which compressors there are, by the names that files, flags and tables use."""
+"""The registry of compressors, by the names that files, flags and tables use."""
 
 from __future__ import annotations
 
@@ -22,16 +22,17 @@ from hcsim.units import did_you_mean
 
 
 class Spec(NamedTuple):
-    """How a compressor is asked for."""
+    """The entry of a compressor in help texts."""
 
     form: str
-    """As one writes it."""
+    """The syntax."""
     description: str
-    """What it sends, and in which direction its knob works."""
+    """What it sends, and the effect of its parameter."""
 
 
 Make: TypeAlias = Callable[[str, int, int], Compressor]
-"""From its argument ("" where there is none), the seed and the rank; `ValueError` says what would be valid."""
+"""Creates a compressor from its argument ("" if there is none), the seed and the rank; a `ValueError`
+describes valid arguments."""
 
 
 class _Entry(NamedTuple):
@@ -40,7 +41,7 @@ class _Entry(NamedTuple):
 
 
 def make(spec: str, *, seed: int, rank: int) -> Compressor:
-    """The compressor of that name for one rank: "none", "topk:0.01+ef", "int8:block=256,stochastic"."""
+    """Create a compressor for one rank from a spec: "none", "topk:0.01+ef", "int8:block=256,stochastic"."""
     plain = spec.removesuffix(SUFFIX)
     name, colon, argument = plain.partition(":")
     if name not in _ENTRIES:
@@ -60,12 +61,12 @@ def make(spec: str, *, seed: int, rank: int) -> Compressor:
 
 
 def register(form: str, description: str, make: Make) -> None:
-    """Have one more compressor, which a plugin brings: its form is as one writes it, "int4" or "int4[:BLOCK]"."""
+    """Register a plugin's compressor. `form` is its syntax: "int4" or "int4[:BLOCK]"."""
     _ENTRIES.add(_name(form), _Entry(Spec(form, description), make))
 
 
 def specs() -> tuple[Spec, ...]:
-    """All that are known, for help texts and error messages."""
+    """Return all known compressors, for help texts and error messages."""
     feedback = Spec(f"…{SUFFIX}", "any of these with error feedback: what is not sent now is sent later")
     return (*(entry.spec for entry in _ENTRIES.values()), feedback)
 

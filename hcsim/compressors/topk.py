@@ -1,14 +1,14 @@
-"""`topk:RATIO`: the elements of largest magnitude, with their places.
+"""`topk:RATIO`: the elements of largest magnitude, with their indices.
 
     payload: k indices (u32, ascending), k values (f32); k = max(1, ⌈ratio · n⌉) for each tensor
 
-Exactly k elements are sent; among equals those with the lowest indices, so the choice is determined.
-A full selection reads the tensor many times. Instead a threshold is guessed from a sample with a fixed stride, a
-little too low on purpose; one pass collects what reaches it, and the exact choice is made among these few.
-Where the guess was too high after all, the choice is made among all.
+Exactly k elements are sent; among equals those with the lowest indices, so the choice is deterministic. A full
+selection reads the tensor many times. Instead a threshold is estimated from a sample with a fixed stride, a
+little too low on purpose. One pass collects the elements that reach it, and the exact choice is made among
+these few. Where the estimate was too high after all, the choice is made among all.
 
-Magnitudes are compared as integers, as the bits of a float without its sign: the order is the same, and a NaN or
-an infinity comes out on top, so that looking at what was collected finds it.
+Magnitudes are compared as integers (the bits of a float without its sign). The order is the same, and a NaN or
+an infinity sorts above all finite values, so checking the collected elements finds it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ INDEX_BYTES = 4
 
 
 class TopK(BaseCompressor):
-    """Lower ratio: fewer bytes, more left unsent."""
+    """A lower ratio gives fewer bytes, and leaves more unsent."""
 
     codec = Codec.TOPK
     kind = Kind.SPARSE
@@ -51,7 +51,6 @@ class TopK(BaseCompressor):
         self._found = np.empty((2, 0), np.uint32)
 
     def size_bytes(self, shape: Shape) -> int:
-        """An index and a value for each element that is sent."""
         return HEADER_BYTES + (INDEX_BYTES + FLOAT_BYTES) * count_of(self._ratio, prod(shape))
 
     def _encode(self, flat: Array, shape: Shape, of: Ident) -> Bytes:
@@ -74,7 +73,7 @@ class TopK(BaseCompressor):
         scatter(flat, indices, values, mix)
 
     def _largest(self, flat: Array, count: int, of: Ident) -> tuple[Bits, Bits]:
-        """Where the elements of largest magnitude are, ascending, and their bits."""
+        """Return the indices of the elements of largest magnitude, ascending, and their bits."""
         bits = flat.view(np.uint32)
         least = _guess(bits, count)
         indices, found = self._reaching(flat, least, count) if least else (np.empty(0, np.uint32), bits[:0])
@@ -89,7 +88,7 @@ class TopK(BaseCompressor):
         return indices[chosen], found[chosen]
 
     def _reaching(self, flat: Array, least: int, count: int) -> tuple[Bits, Bits]:
-        """Where the magnitude is at least that much, ascending, and the bits there."""
+        """Return the ascending indices of magnitudes of at least `least`, and their bits."""
         room = 2 * count
         while True:
             indices, found = self._room(room)
@@ -99,7 +98,7 @@ class TopK(BaseCompressor):
             room = reaching
 
     def _room(self, size: int) -> tuple[Bits, Bits]:
-        """Two arrays that are kept, since fresh pages cost more than filling them."""
+        """Return two reused arrays, since fresh pages cost more than filling them."""
         if self._found.shape[1] < size:
             self._found = np.empty((2, size), np.uint32)
         return self._found[0], self._found[1]
@@ -111,7 +110,7 @@ def _parts(body: Bytes, count: int) -> tuple[Bits, Array]:
 
 
 def _guess(bits: Bits, count: int) -> int:
-    """A magnitude that count elements and a few more are likely to reach; 0 where guessing does not pay."""
+    """Estimate a magnitude that slightly more than `count` elements reach; 0 where estimating does not pay."""
     if bits.size < 2 * SAMPLES:
         return 0
     sample = bits[:: bits.size // SAMPLES | 1] & MAGNITUDE
@@ -124,7 +123,8 @@ def _guess(bits: Bits, count: int) -> int:
 
 
 def _largest_of(magnitudes: Bits, count: int) -> Indices:
-    """Which are the largest, ascending; of those that equal the smallest that is taken, the first ones."""
+    """Return the ascending indices of the largest magnitudes; of those equal to the smallest one taken, the
+    first."""
     least = np.partition(magnitudes, magnitudes.size - count)[magnitudes.size - count]
     taken = magnitudes > least
     ties = np.flatnonzero(magnitudes == least)[: count - np.count_nonzero(taken)]
@@ -133,13 +133,14 @@ def _largest_of(magnitudes: Bits, count: int) -> Indices:
 
 
 def count_of(ratio: Fraction, elements: int) -> int:
-    """k = max(1, ⌈ratio · n⌉): something of every tensor that has anything. The ratio is exact, as it was written."""
+    """Return k = max(1, ⌈ratio · n⌉), so that something is sent of every tensor that is not empty. The ratio is
+    exact, as it was written."""
     rounded_up = -(-elements * ratio.numerator // ratio.denominator)  # a product of fractions takes four times as long
     return min(elements, max(1, rounded_up))
 
 
 def scatter(flat: Array, indices: npt.NDArray[np.integer], values: Array, mix: Mix) -> None:
-    """Bring values to their places."""
+    """Combine values with the elements at their indices."""
     if mix is None:
         kernels.scatter(indices.astype(np.int64, copy=False), values, flat)
     else:

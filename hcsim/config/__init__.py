@@ -1,13 +1,13 @@
 """A scenario: the homes, machines, links, faults and the job of one run, as one tree of frozen structs.
 
-It is written in TOML. A quantity is text with its unit there (`latency = "0.15 ms"`); here the
-attribute's name carries the unit (`latency_s`), so a key is its attribute without the suffix.
-Shorthands (a link by its medium's name, a Wi-Fi standard, `count`, `effects = "ideal"`) are spelled
-out while loading: who reads the tree never meets one. Every mistake is a `ConfigError` that names
-the file, the place, what was found, and what would be valid there.
+It is written in TOML. A quantity is a string with its unit (`latency = "0.15 ms"`). In Python the
+attribute's name carries the unit (`latency_s`), so a key is its attribute without the suffix. Shorthands (a
+link by its medium's name, a Wi-Fi standard, `count`, `effects = "ideal"`) are expanded while loading, so
+readers of the tree never see them. Every mistake raises a `ConfigError` that names the file, the place, the
+value found, and the values that are valid there.
 
-Errors that need more than one table (an unknown medium, two nodes without a route) are found while
-loading too, so a tree that was read from a file makes sense as a whole.
+Errors that concern several tables (an unknown medium, two nodes without a route) are also found while
+loading, so a tree that was read from a file is consistent as a whole.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Checks whatever needs more than one table, and completes the nodes from what other tables say.
+"""Checks that need more than one table, and completion of the nodes from other tables.
 
-An error starts with the place in the file, as the decoder's do. Copies of a node have its place.
+An error starts with the place in the file, as the decoder's errors do. Copies of a node share its place.
 
-Faults are checked to speak of what is there (nodes, media, lines, homes), and that such a thing can happen to it. A
-name that refers to something must exist; an error says which do.
+Faults must refer to existing nodes, media, lines and homes, and must be possible for them. An error about
+an unknown name lists the names that exist.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from hcsim.errors import ConfigError
 from hcsim.units import did_you_mean
 
 _Placed: TypeAlias = tuple[str, Node]
-"""A node, and where it is in the file."""
+"""A node, and its place in the file."""
 
 
 def complete(scenario: Scenario) -> Scenario:
-    """The scenario with each node's copies, home and cables, if its tables fit together."""
+    """Return the scenario with each node's copies, home and cables, after checking that its tables fit together."""
     media = {medium.name: medium for medium in scenario.media}
     _refuse_twice((f"medium[{i}].name", medium.name) for i, medium in enumerate(scenario.media))
     at_home = [_settled(f"node[{i}]", node, media) for i, node in enumerate(scenario.nodes)]
@@ -68,7 +68,7 @@ def _refuse_twice(named: Iterable[tuple[str, str]]) -> None:
 
 
 def _refuse_parallel_cables(media: Sequence[AnyMedium]) -> None:
-    """A bridge would use one of two cables between the same hosts, and nothing says which."""
+    """Reject two cables between the same hosts: a bridge would use one of them, and the file does not say which."""
     for i, medium in enumerate(media):
         laid: dict[tuple[str, ...], str] = {}
         for j, cable in enumerate(medium.cables if isinstance(medium, Thunderbolt) else ()):
@@ -82,7 +82,7 @@ def _refuse_parallel_cables(media: Sequence[AnyMedium]) -> None:
 
 
 def _settled(path: str, node: Node, media: dict[str, AnyMedium]) -> Node:
-    """The node with its home, which must be that of its media."""
+    """Return the node with its home, which must be that of its media."""
     if isinstance(node.machine, str):
         check_known(f"{path}.machine", node.machine, CATALOGUE, "machine")
     homes: list[str] = [node.home] if node.home else []
@@ -109,7 +109,7 @@ def _copies(node: Node) -> list[Node]:
 
 
 def _plugged_in(path: str, node: Node, media: Sequence[AnyMedium]) -> Node:
-    """The node attached to each Thunderbolt network that has a cable to it."""
+    """Return the node with an attachment to each Thunderbolt network that has a cable to it."""
     linked = [link.medium for link in node.links]
     plugged = list(node.links)
     for medium in media:
@@ -124,7 +124,7 @@ def _plugged_in(path: str, node: Node, media: Sequence[AnyMedium]) -> Node:
 
 
 def _check_headers(scenario: Scenario) -> None:
-    """A packet has to hold its headers and something else."""
+    """Reject an MTU that leaves no room for a payload after the headers."""
     packets = [(f"medium[{i}].mtu", medium.mtu) for i, medium in enumerate(scenario.media)]
     for i, line in enumerate(scenario.wan):
         packets.append((f"wan[{i}].tunnel.mtu", line.tunnel.mtu) if line.tunnel else (f"wan[{i}].mtu", line.mtu))
@@ -137,7 +137,7 @@ def _check_headers(scenario: Scenario) -> None:
 
 
 def _check_routes(placed: Sequence[_Placed], scenario: Scenario) -> None:
-    """Every two nodes need a network that both are on; hosts forward within Thunderbolt only."""
+    """Check that every two nodes share a network. Hosts forward within Thunderbolt only."""
     networks: dict[tuple[str, ...], _Placed] = {}
     for path, node in placed:
         networks.setdefault(_networks_of(node, scenario), (path, node))
@@ -155,7 +155,7 @@ def _check_routes(placed: Sequence[_Placed], scenario: Scenario) -> None:
 
 
 def _networks_of(node: Node, scenario: Scenario) -> tuple[str, ...]:
-    """The separate networks that a node is on: its home's or the internet, and islands of cables."""
+    """Return the separate networks of a node: its home's or the internet, and islands of cables."""
     online = any(line.home == node.home for line in scenario.wan)
     networks = []
     media = {medium.name: medium for medium in scenario.media}
@@ -169,7 +169,7 @@ def _networks_of(node: Node, scenario: Scenario) -> tuple[str, ...]:
 
 
 def _island(medium: Thunderbolt, node: str) -> list[str]:
-    """All nodes that cables join to this one, sorted."""
+    """Return all nodes that cables join to this one, sorted."""
     island = [node]
     for member in island:  # grows while it is read
         for a, b in (cable.between for cable in medium.cables):
@@ -181,7 +181,7 @@ def _island(medium: Thunderbolt, node: str) -> list[str]:
 def check_fault(
     path: str, fault: AnyFault, nodes: Mapping[str, Node], media: Mapping[str, AnyMedium], wan: Sequence[Wan] = ()
 ) -> None:
-    """Refuse what does not fit; `path` is the fault's place in the file."""
+    """Reject a fault that does not fit the scenario; `path` is the fault's place in the file."""
     if isinstance(fault, Partition):
         for i, side in enumerate(fault.sides):
             for j, name in enumerate(side):
@@ -263,20 +263,20 @@ def _links(node: Node) -> list[str]:
 
 
 def _cabled(node: str, medium: AnyMedium) -> list[str]:
-    """The nodes that a Thunderbolt cable joins to this one."""
+    """Return the nodes that a Thunderbolt cable joins to this one."""
     pairs = [cable.between for cable in medium.cables] if isinstance(medium, Thunderbolt) else []
     return [pair[1 - pair.index(node)] for pair in pairs if node in pair]
 
 
 def check_known(path: str, name: str, known: Collection[str], what: str) -> None:
-    """Refuse a name at that place that is none of the known ones."""
+    """Reject a name at that place that is not among the known ones."""
     if name not in known:
         valid = ", ".join(known) or "none"
         raise ConfigError(f'{path} = "{name}": there is no such {what}{did_you_mean(name, known)}; known: {valid}')
 
 
 def check_pair(path: str, pair: tuple[str, str], names: Collection[str]) -> None:
-    """Refuse anything but two different nodes."""
+    """Reject anything but two different nodes."""
     for i, name in enumerate(pair):
         check_known(f"{path}[{i}]", name, names, "node")
     if pair[0] == pair[1]:

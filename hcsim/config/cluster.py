@@ -1,7 +1,7 @@
-"""How a cluster forms and holds together: the `[cluster]` table.
+"""The formation and the failure detection of a cluster: the `[cluster]` table.
 
-Names and defaults that are also pmetal's: discovery_port, gradient_port, min_peers, peer_timeout,
-connection_timeout, max_retries; heartbeats every 5 s, given up after 15 s.
+Some names and defaults are those of pmetal: discovery_port, gradient_port, min_peers, peer_timeout,
+connection_timeout, max_retries; heartbeats every 5 s, and a time limit of 15 s.
 """
 
 from __future__ import annotations
@@ -17,17 +17,18 @@ from hcsim.units import PositiveSeconds
 
 
 class Heartbeat(Table, frozen=True):
-    """How members watch each other: somebody is suspected when the first of three limits is passed.
+    """The failure detector of the members: a peer is suspected when the first of three limits is passed.
 
     Shorter intervals find a loss sooner, and cost more messages."""
 
     interval_s: PositiveSeconds = PositiveSeconds(5)
     timeout_s: PositiveSeconds = PositiveSeconds(15)
-    """Silence that is too long for anybody."""
+    """Silence after which any peer is suspected."""
     failures: Annotated[int, Meta(ge=2)] = 3
-    """So many heartbeats in a row are missed. One is not enough: it may be a millisecond late."""
+    """Number of consecutive heartbeats that are missed. One is not enough: a heartbeat may be a millisecond late."""
     phi: Annotated[float, Meta(gt=0, le=300)] = 8.0
-    """Silence whose odds are 10^-phi, given the rhythm so far. Higher: later, and surer."""
+    """Silence whose probability is 10^-phi, given the intervals so far. A higher value detects later and more
+    surely."""
 
     def __post_init__(self) -> None:
         if self.timeout_s <= self.interval_s:
@@ -42,53 +43,55 @@ PRESETS: Mapping[str, Heartbeat] = {
     "low_latency": Heartbeat(interval_s=PositiveSeconds(0.5), timeout_s=PositiveSeconds(2)),
     "wifi": Heartbeat(interval_s=PositiveSeconds(5), timeout_s=PositiveSeconds(30), failures=4, phi=12.0),
 }
-"""Wired and near; a cable that answers within milliseconds; a radio that goes away for a moment now and then."""
+"""Presets for a wired local network, for a cable that answers within milliseconds, and for a radio with short
+outages."""
 
 
 class Cluster(Table, frozen=True):
-    """Who is waited for, and when somebody is given up."""
+    """The conditions for forming a cluster and for giving up a member."""
 
     nodes: Count | None = None
-    """Work begins when so many are there; left out: `min_peers` and this one."""
+    """Number of nodes with which work begins; left out: `min_peers` and this one."""
     min_peers: Count = 1
-    """Others that have to be there before work begins."""
+    """Other nodes that must be present before work begins."""
     discovery_port: Port = 52415
-    """Where members talk about each other."""
+    """Port of the control channel between members."""
     gradient_port: Port = 52416
-    """Where their collectives listen."""
+    """Port on which the members' collectives listen."""
     peers: tuple[str, ...] = ()
-    """Addresses of others that need not be discovered."""
+    """Addresses of other nodes that need not be discovered."""
     discover: bool | None = None
     """Whether to announce ourselves on the local network, and to look for others there; left out: yes, unless there is
     a coordinator."""
     coordinator: str | None = None
     """Where members register (host:port), instead of agreeing among themselves; see docs/howto/cluster.md."""
     peer_timeout_s: PositiveSeconds = PositiveSeconds(30)
-    """A peer that did not answer is tried again after so long, if it is still in view."""
+    """Time after which a peer that did not answer is tried again, if it is still in view."""
     connection_timeout_s: PositiveSeconds = PositiveSeconds(5)
     max_retries: Count = 3
-    """Attempts in a row to reach a peer."""
+    """Consecutive attempts to reach a peer."""
     quorum: Literal["majority", "tiebreak", "any"] = "tiebreak"
-    """Who may go on when a cluster is split; see docs/howto/cluster.md."""
+    """Which side goes on when a cluster is split; see docs/howto/cluster.md."""
     preset: Literal["home", "low_latency", "wifi"] = "home"
-    """Which heartbeats."""
+    """Preset of the heartbeats."""
     heartbeat: Heartbeat | None = None
-    """Heartbeats of one's own."""
+    """Heartbeats that replace those of the preset."""
     settle_s: PositiveSeconds = PositiveSeconds(0.5)
-    """How long the leader waits for more newcomers before it takes in those that are there."""
+    """Time that the leader waits for more newcomers before it admits those that are present."""
 
     checkpoint_every: Count = 100
-    """Steps after which the first member saves, where it has a place that outlives a crash."""
+    """Steps between checkpoints of the first member, where its storage survives a crash."""
     checkpoint_keep: Annotated[int, Meta(ge=1, le=16)] = 3
-    """How many of its checkpoints a member keeps: when the newest is damaged, it goes on from the one before."""
+    """Number of its checkpoints that a member keeps: if the newest is damaged, it resumes from the one before."""
 
     measure: Literal["nothing", "links", "order"] = "links"
-    """What members of a view measure of the links between them, once for each pair; see docs/howto/cluster.md.
+    """What the members of a view measure of the links between them, once for each pair; see docs/howto/cluster.md.
 
     - nothing: the first address that answers is dialled.
-    - links: of several addresses the fastest is dialled, and `hcsim cluster status` says how fast it is.
-    - order: the ring's order and `algorithm = "auto"` follow the figures too. Sums are then added in an order that
-      depends on them: another run of the same job may differ in the last bits."""
+    - links: of several addresses the fastest is dialled, and `hcsim cluster status` shows its measurements.
+    - order: the ring's order and `algorithm = "auto"` follow the measurements too. The order of the sums then depends
+    on
+      them: another run of the same job may differ in the last bits."""
 
     def __post_init__(self) -> None:
         if self.discovery_port == self.gradient_port:
@@ -120,10 +123,10 @@ class Cluster(Table, frozen=True):
 
     @property
     def needed(self) -> int:
-        """How many members work begins with."""
+        """The number of members with which work begins."""
         return self.min_peers + 1 if self.nodes is None else self.nodes
 
     @property
     def beat(self) -> Heartbeat:
-        """The heartbeats that count."""
+        """The heartbeats in effect."""
         return PRESETS[self.preset] if self.heartbeat is None else self.heartbeat

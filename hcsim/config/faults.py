@@ -1,4 +1,4 @@
-"""What goes wrong in a run, as an explicit list: a failing one can be shortened."""
+"""The faults of a run, as an explicit list, so that a failing list can be shortened."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from hcsim.units import BitRate, PositiveBytes, PositiveSeconds, PositiveShare, 
 
 
 class Fault(Table, frozen=True, tag_field="kind"):
-    """An entry of a scenario's list: what happens, and when."""
+    """An entry of a scenario's fault list: the kind and the time."""
 
     at_s: Seconds
 
     @property
     def is_for_good(self) -> bool:
-        """Whether it could end and does not: it has a `duration`, and none is given."""
+        """Whether the fault could end and does not: it has a `duration`, and none is given."""
         return getattr(self, "duration_s", 0.0) is None
 
     @property
     def over_s(self) -> float:
-        """When the last thing happens that the fault does by itself: its end, or its start if it never ends."""
+        """The time of the last change that the fault makes by itself: its end, or its start if it never ends."""
         return self.at_s + sum(getattr(self, name, None) or 0.0 for name in ("duration_s", "down_s", "slow_for_s"))
 
 
@@ -32,25 +32,25 @@ class Fault(Table, frozen=True, tag_field="kind"):
 
 
 class Crash(Fault, frozen=True, tag="crash"):
-    """The node is gone; `clean`: its connections are reset and calls to it refused, otherwise it falls silent."""
+    """The node stops; `clean`: its connections are reset and calls to it refused, otherwise it falls silent."""
 
     node: str
     clean: bool = False
 
 
 class Restart(Fault, frozen=True, tag="restart"):
-    """The node starts anew: at once if it has crashed, otherwise it crashes now and starts after `down`."""
+    """The node restarts: at once if it has crashed, otherwise it crashes now and starts after `down`."""
 
     node: str
     state: Literal["kept", "lost", "stale"] = "kept"
-    """What it finds in its store: all, nothing, or what was there at an earlier time."""
+    """The content of its store after the restart: all, nothing, or the state of an earlier time."""
     down_s: Seconds = Seconds(1)
     clean: bool = False
-    """As in a crash, if it has to crash first."""
+    """Whether the crash is clean, if the node has to crash first."""
     as_of_s: Seconds | None = None
-    """The time that a stale store is from; left out, it is the start of the life before."""
+    """The time of a stale store's content; left out, the start of the previous life."""
     slow: PositiveShare = PositiveShare(1)
-    """The part of its speed at which it computes at first."""
+    """The share of its speed at which it computes at first."""
     slow_for_s: Seconds = Seconds(0)
 
     def __post_init__(self) -> None:
@@ -69,7 +69,7 @@ class Pause(Fault, frozen=True, tag="pause"):
 
 
 class Throttle(Fault, frozen=True, tag="throttle"):
-    """The node computes at a part of its speed."""
+    """The node computes at a share of its speed."""
 
     node: str
     factor: PositiveShare
@@ -83,11 +83,11 @@ class Lid(Fault, frozen=True, tag="lid"):
     node: str
     duration_s: PositiveSeconds
     connections: Literal["kept", "dead"] = "kept"
-    """Whether its connections are still there when it wakes up."""
+    """Whether its connections still exist when it wakes up."""
 
 
 class StuckDevice(Fault, frozen=True, tag="stuck_device"):
-    """The node's device takes work and does not finish it; all else of the node goes on."""
+    """The node's device accepts work and does not finish it; the rest of the node goes on."""
 
     node: str
     duration_s: PositiveSeconds | None = None
@@ -103,27 +103,28 @@ class FullDisk(Fault, frozen=True, tag="full_disk"):
 
 
 class SlowDisk(Fault, frozen=True, tag="slow_disk"):
-    """Whatever the node saves takes that much longer.
+    """Each write of the node takes longer by a fixed time.
 
-    Where its device saves (a checkpoint), the device is busy for so long; else all of the node waits meanwhile."""
+    Where its device saves (a checkpoint), the device is busy for that time; otherwise the whole node waits."""
 
     node: str
     takes_s: PositiveSeconds
-    """For each record."""
+    """The extra time for each record."""
     duration_s: PositiveSeconds | None = None
     """None: for good, also after a restart."""
 
 
 class Leave(Fault, frozen=True, tag="leave"):
-    """Somebody ends the node's program in an orderly way (Ctrl-C): a member leaves after its step."""
+    """The node's program is ended in order (Ctrl-C): a member leaves after its step."""
 
     node: str
 
 
 class FewDescriptors(Fault, frozen=True, tag="few_descriptors"):
-    """The node can have only so many connections at once, those that it tries to make included.
+    """The node has a limit on its connections, including those that it tries to make.
 
-    More calls of its own fail. Who calls it has a connection, and gets no answer until another one has ended."""
+    Further connections that it tries to make fail. A peer that dials it gets a connection, but no answer until
+    another connection has ended."""
 
     node: str
     connections: Count
@@ -150,9 +151,9 @@ class Partition(Fault, frozen=True, tag="partition"):
 class LinkChange(Fault, frozen=True, tag="link_change"):
     """A medium, one node's attachment to it, or a home's line to the internet gets other properties.
 
-    Those of a medium hold for every node on it. A node's attachment to Thunderbolt are its cables, both ways; they
-    lose nothing. The line of a home is its `Wan.ways`: a rate is that of both directions, or of the one that is named;
-    latency and loss belong to both. A tunnel keeps its own figures."""
+    Those of a medium hold for every node on it. A node's attachment to Thunderbolt consists of its cables, in
+    both directions; they lose nothing. The line of a home is named in its `Wan.ways`: a rate applies to both
+    directions, or to the one that is named; latency and loss apply to both. A tunnel keeps its own figures."""
 
     medium: str
     node: str | None = None
@@ -175,13 +176,13 @@ class Reset(Fault, frozen=True, tag="reset"):
 
 
 class HalfOpen(Fault, frozen=True, tag="half_open"):
-    """The first node has lost its connections to the second, which does not know until it sends."""
+    """The first node has lost its connections to the second, which does not notice until it sends."""
 
     between: tuple[str, str]
 
 
 class Clog(Fault, frozen=True, tag="clog"):
-    """What two nodes send to each other is taken, and arrives only when the clog is gone: if it stays, never."""
+    """Data that two nodes send to each other is accepted, and arrives only when the clog ends, or never."""
 
     between: tuple[str, str]
     duration_s: PositiveSeconds | None = None
@@ -189,7 +190,8 @@ class Clog(Fault, frozen=True, tag="clog"):
 
 
 class Datagrams(Fault, frozen=True, tag="datagrams"):
-    """Datagrams that cross a medium (announcements, questions who is there) are lost, late, doubled or overtaken."""
+    """Datagrams that cross a medium (announcements and discovery queries) are lost, delayed, duplicated or
+    reordered."""
 
     medium: str
     duration_s: PositiveSeconds | None = None
@@ -205,27 +207,28 @@ class Datagrams(Fault, frozen=True, tag="datagrams"):
 
 
 class WifiGate(Fault, frozen=True, tag="wifi_gate"):
-    """An access point's air is closed for a moment, then flushes."""
+    """An access point stops transmitting for a while, then flushes."""
 
     medium: str
     duration_s: PositiveSeconds
 
 
 class CablePulled(Fault, frozen=True, tag="cable_pulled"):
-    """A node is off an Ethernet or Thunderbolt medium, until the cable is plugged in again, if ever.
+    """A node loses an Ethernet or Thunderbolt medium, until the cable is plugged in again, if ever.
 
-    Connections over it stall; new ones go another way if there is one."""
+    Connections over it stall; new ones take another route if there is one."""
 
     node: str
     medium: str
     duration_s: PositiveSeconds | None = None
     """None: for good."""
     to: str | None = None
-    """Thunderbolt: where the cable leads; left out, all cables of the node are pulled."""
+    """Thunderbolt: the node at the other end; left out, all cables of the node are pulled."""
 
 
 class InterfaceChange(Fault, frozen=True, tag="interface_change"):
-    """A node leaves one medium for another: its connections over the old one are gone, and its peers are not told."""
+    """A node leaves one medium for another: its connections over the old one are lost, and its peers are not
+    notified."""
 
     node: str
     medium: str
@@ -239,7 +242,7 @@ class InterfaceChange(Fault, frozen=True, tag="interface_change"):
 
 
 class RouterReboot(Fault, frozen=True, tag="router_reboot"):
-    """All Ethernet and Wi-Fi of a home are down for a while, and so is its way out; Thunderbolt is not."""
+    """All Ethernet and Wi-Fi of a home are down for a while, and so is its internet line; Thunderbolt is not."""
 
     home: str
     duration_s: PositiveSeconds | None = None
@@ -247,14 +250,15 @@ class RouterReboot(Fault, frozen=True, tag="router_reboot"):
 
 
 class BlockedPort(Fault, frozen=True, tag="blocked_port"):
-    """One port of a node is not reached by the others; whatever the node calls itself is.
+    """One port of a node cannot be reached by the others; connections that the node itself makes are not affected.
 
-    `closed`: calls to it are refused, and connections that were made to it are reset. `silent`: calls to it get no
-    answer, and nothing passes on connections that were made to it, in both directions; nobody is told."""
+    `closed`: calls to the port are refused, and connections that were made to it are reset. `silent`: calls to
+    it get no answer, and nothing passes in either direction on connections that were made to it; neither side
+    is notified."""
 
     node: str
     port: Port | Literal["gradient", "discovery"]
-    """A number, or which port of the scenario's `[cluster]`."""
+    """A port number, or the name of a port of the scenario's `[cluster]`."""
     how: Literal["closed", "silent"]
     duration_s: PositiveSeconds | None = None
     """None: for good, also after a restart."""
@@ -264,7 +268,7 @@ class BlockedPort(Fault, frozen=True, tag="blocked_port"):
 
 
 _LONGEST_FRAME_BYTES = 2**32 - 1
-"""Its header says its length in 32 bits."""
+"""A frame's header has 32 bits for the length."""
 
 
 class FlippedBit(Fault, frozen=True, tag="flipped_bit"):
@@ -305,7 +309,7 @@ Misbehaviour: TypeAlias = Literal[
     "duplicate", "other_epoch", "old_epoch", "huge_operation", "huge_step", "huge_offset", "giant_total", "unasked",
     "raw_bytes", "wrong_signature", "short", "noise", "lie",
 ]  # fmt: skip
-"""How a member can break the protocol; docs/reference/scenarios.md says what each one is."""
+"""The ways in which a member can break the protocol; docs/reference/scenarios.md describes each."""
 
 
 class Misbehave(Fault, frozen=True, tag="misbehave"):
@@ -314,9 +318,9 @@ class Misbehave(Fault, frozen=True, tag="misbehave"):
     node: str
     how: Misbehaviour
     to: str | None = None
-    """Who gets such frames; left out: everybody."""
+    """The receiver of such frames; left out: every member."""
     share: PositiveShare = PositiveShare(1)
-    """How many of the frames that this can be done to."""
+    """The share of the suitable frames that are affected."""
     duration_s: PositiveSeconds | None = None
     """None: for good, also after a restart."""
 
@@ -354,12 +358,12 @@ class MulticastLoss(Fault, frozen=True, tag="multicast_loss"):
 
 
 class StaleRecord(Fault, frozen=True, tag="stale_record"):
-    """The oldest announcement of a node is back in its neighbours' view; then the truth is."""
+    """The neighbours see the oldest announcement of a node again, and then the current one."""
 
     node: str
     duration_s: PositiveSeconds
     address: str | None = None
-    """The address that the record has; left out, the one that it had."""
+    """The address in the record; left out, the one that it had."""
 
 
 class OneWayVisibility(Fault, frozen=True, tag="one_way_visibility"):
@@ -379,19 +383,19 @@ class CopiedIdentity(Fault, frozen=True, tag="copied_identity"):
 
 
 class Stranger(Fault, frozen=True, tag="stranger"):
-    """A machine on a home's network that is no node announces nodes that do not exist, or one that does."""
+    """A machine on a home's network that is not a node announces nodes that do not exist, or one that does."""
 
     home: str
     ghosts: Annotated[float, Meta(ge=0, le=10_000)] = 0.0
     """How many nodes that do not exist it announces in a second, each with an id of its own."""
     spoofs: str | None = None
-    """A node under whose name, with whose id, it announces an address of its own, every second."""
+    """A node whose name and id it announces every second with an address of its own."""
     knows_namespace: bool = True
-    """Whether its announcements have the cluster's namespace, as it hears it on the network; else another one."""
+    """Whether its announcements have the cluster's namespace, which it hears on the network, or another one."""
     addresses: Literal["refuse", "silent", "absent"] = "refuse"
-    """What calls to the announced addresses come to: refused, not answered, or no such machine."""
+    """The result of dialling the announced addresses: refused, not answered, or no such machine."""
     duration_s: PositiveSeconds | None = None
-    """None: for good. At its end its records run out, and what is true is heard again."""
+    """None: for good. At its end its records expire, and correct announcements take effect again."""
 
     def __post_init__(self) -> None:
         if not self.ghosts and self.spoofs is None:
@@ -412,4 +416,4 @@ AnyFault: TypeAlias = (
 
 OWN_FAULTS: dict[str, type[AnyFault]] = {kind.__struct_config__.tag: kind for kind in get_args(AnyFault)}
 FAULTS: Registry[type[Fault]] = Registry("fault", OWN_FAULTS)
-"""All of them, by their names in a file."""
+"""All kinds of faults, by their names in a file."""

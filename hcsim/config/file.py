@@ -1,5 +1,5 @@
-"""Scenarios as files: from TOML to the finished tree, with shorthands spelled out, and parts of a scenario as the text
-that its file has for them. What is read back is the same.
+"""Scenarios as files: reads TOML into the finished tree, with shorthands expanded, and writes parts of a scenario as
+TOML that reads back as the same objects.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ _UNITS = {"_s": " s", "_bps": " b/s", "_Bps": " B/s", "_bytes": " B", "_flops": 
 
 
 def shipped_scenarios() -> dict[str, Path]:
-    """The scenarios that come with hcsim, by name."""
+    """Return the scenarios that come with hcsim, by name."""
     return {path.stem: path for path in sorted(_SCENARIOS.glob("*.toml"))}
 
 
 def load_scenario(where: Scenario | str | Path) -> Scenario:
-    """Read a scenario from a file, or a shipped one by its name; one that has been read is returned as it is."""
+    """Read a scenario from a file, or a shipped one by its name. A `Scenario` is returned as it is."""
     if isinstance(where, Scenario):
         return where
     shipped = shipped_scenarios()
@@ -52,7 +52,7 @@ def load_scenario(where: Scenario | str | Path) -> Scenario:
 
 
 def parse_scenario(text: str, source: str, folder: Path | None = None) -> Scenario:
-    """Read a scenario from TOML; `source` names it in errors, and files that it names are looked for in `folder`."""
+    """Read a scenario from TOML. `source` names it in errors; files that it names are looked for in `folder`."""
     raw = _decoded(text, source)
     tree = Scenario
     try:
@@ -79,7 +79,8 @@ def _decoded(text: str, source: str) -> dict[str, Any]:
 
 
 def _load_plugins(raw: dict[str, Any], folder: Path) -> None:
-    """Import what the scenario names, which may bring what the rest of it needs; a file is then named in full."""
+    """Import the plugins that the scenario names, which the rest of it may need, and replace file names by full
+    paths."""
     for key, load in (("plugins", load_plugin), ("processes", function_in)):
         if not isinstance(names := raw.get(key), list):
             continue
@@ -90,13 +91,13 @@ def _load_plugins(raw: dict[str, Any], folder: Path) -> None:
 
 
 def in_full(name: str, folder: Path) -> str:
-    """A plugin's name, or a function's in it, that means the same in any folder."""
+    """Return the name of a plugin, or of a function in it, independent of the folder."""
     named = re.fullmatch(r"(.+\.py)(:[^:]*)?", name)
     return name if named is None else f"{folder.joinpath(named[1]).resolve()}{named[2] or ''}"
 
 
 def _kinds(raw: dict[str, Any], key: str, known: Registry[Any]) -> tuple[type[Table], ...]:
-    """All there are; those of installed plugins too, if the file has one that is not known without them."""
+    """Return all kinds, including those of installed plugins if the file has a kind that is unknown without them."""
     for table in _tables(raw, key):
         known.get(str(table.get("kind")))
     return tuple(known.values())
@@ -104,7 +105,7 @@ def _kinds(raw: dict[str, Any], key: str, known: Registry[Any]) -> tuple[type[Ta
 
 @cache
 def _tree(media: tuple[type[Table], ...], faults: tuple[type[Table], ...]) -> type[Scenario]:
-    """The tree of a scenario in which all these kinds may stand."""
+    """Return the type of a scenario that accepts all these kinds."""
     if media == OWN_MEDIA and faults == tuple(OWN_FAULTS.values()):
         return Scenario
     fields: list[Any] = [
@@ -124,7 +125,7 @@ def _tables(parent: dict[str, Any], key: str) -> list[dict[str, Any]]:
 
 
 def _spell_out(raw: dict[str, Any]) -> None:
-    """Replace shorthands by what they stand for; what is malformed is left for the decoder to refuse."""
+    """Replace shorthands by their expansion. Malformed entries are left for the decoder to reject."""
     for node in _tables(raw, "node"):
         if isinstance(links := node.get("links"), list):
             node["links"] = [{"medium": link} if isinstance(link, str) else link for link in links]
@@ -139,7 +140,7 @@ def _spell_out(raw: dict[str, Any]) -> None:
 
 
 def write_scenario(scenario: Scenario) -> str:
-    """A file of its own: a run of what is read back is the same run. Its job is not written, only its training."""
+    """Return a self-contained file whose run is the same. It contains the scenario's training, and not its job."""
     head = [line for line in _given(scenario) if line.partition(" ")[0] in _OF_THE_ROOT]
     tables: list[tuple[str, Table]] = [("[[medium]]", medium) for medium in scenario.media]
     tables += [("[[wan]]", line) for line in scenario.wan]
@@ -153,18 +154,18 @@ def write_scenario(scenario: Scenario) -> str:
 
 
 def write_faults(faults: Iterable[AnyFault]) -> str:
-    """`[[fault]]` tables to put at the end of a scenario's file; what is as by default is left out."""
+    """Return `[[fault]]` tables to append to a scenario's file, without values that equal the defaults."""
     return "\n".join(_table(fault) for fault in faults)
 
 
 def write_job(name: str, seed: int, cluster: Cluster, training: Training) -> str:
-    """A file that says what a real cluster is to do."""
+    """Return the file of a job for a real cluster."""
     head = [f"name = {json.dumps(name)}", f"seed = {seed}"]
     return "\n".join([*head, "[cluster]", *_given(cluster), "[training]", *_given(training), ""])
 
 
 def as_read(table: Table) -> dict[str, Any]:
-    """What TOML has for a table, as the decoder takes it: with keys put in, it can be read again."""
+    """Return a table as TOML data that the decoder accepts, so that keys can be added before it is decoded again."""
     return msgspec.toml.decode("\n".join(_given(table)), type=dict[str, Any])
 
 
@@ -173,13 +174,13 @@ def _table(fault: AnyFault) -> str:
 
 
 def _tag(table: Table) -> list[str]:
-    """Which kind of table this is, where there are several."""
+    """Return the line with the table's kind, where there are several kinds."""
     tag = table.__struct_config__.tag
     return [] if tag is None else [f"kind = {json.dumps(tag)}"]
 
 
 def _given(table: Table) -> list[str]:
-    """What is not as by default."""
+    """Return the lines of the values that differ from the defaults."""
     values = ((field, getattr(table, field.name)) for field in msgspec.structs.fields(table))
     return [f"{field.encode_name} = {_value(field.name, value)}" for field, value in values if value != field.default]
 

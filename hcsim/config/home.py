@@ -1,4 +1,6 @@
-"""What a home has: machines, with a catalogue of them by name, the media that join them, and a line to the internet."""
+"""The contents of a home: machines, with a catalogue of them by name, the media that join them, and a line to the
+internet.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from hcsim.units import BitRate, ByteRate, Bytes, FlopRate, PositiveSeconds, Pos
 
 
 class Machine(Table, frozen=True):
-    """What a node computes with; efficiencies are the parts of the data-sheet figures that are reached."""
+    """The compute hardware of a node. An efficiency is the share of the data-sheet figure that is reached."""
 
     name: str
     peak_flops: FlopRate
@@ -24,9 +26,9 @@ class Machine(Table, frozen=True):
     overhead_s: Seconds = Seconds(10e-6)  # not verified
     fanless: bool = False
     sustained: PositiveShare = PositiveShare(0.6)
-    """The part of its speed that a fanless machine keeps when it is hot."""
+    """The share of its speed that a fanless machine keeps when it is hot."""
     ram_bytes: Bytes | None = None
-    """Only told to who asks: a run does not end because it is exceeded."""
+    """Only reported on request: a run that exceeds it does not fail."""
 
 
 # Peaks are fp32 of the largest GPU of each chip: cores × 256 × GHz. Where a source gives a range, its middle.
@@ -68,7 +70,7 @@ CATALOGUE: Registry[Machine] = Registry(
         _IDEAL.name: _IDEAL,
     },
 )
-"""Machines by name. "ideal" takes no time for anything."""
+"""Machines by name. Every operation of "ideal" takes no time."""
 
 
 class Ethernet(Table, frozen=True, tag_field="kind", tag="ethernet"):
@@ -78,7 +80,7 @@ class Ethernet(Table, frozen=True, tag_field="kind", tag="ethernet"):
     rate_bps: BitRate
     home: Name = "home"
     latency_s: Seconds = Seconds(0.1e-3)
-    """One way."""
+    """One-way latency."""
     jitter_s: Seconds = Seconds(0)
     """Mean of an exponential extra delay."""
     loss: Share = Share(0)
@@ -87,11 +89,11 @@ class Ethernet(Table, frozen=True, tag_field="kind", tag="ethernet"):
 
 
 _SHORTEST_GATE_EVERY_S = 1e-3
-"""Each closing of the air is an event, also those of the time that nobody transmitted in."""
+"""Each closing of the gate is an event of the simulation, even while no station transmits."""
 
 
 class Wifi(Table, frozen=True, tag_field="kind", tag="wifi"):
-    """One access point, whose stations share its airtime; the standard gives what the file leaves out."""
+    """One access point, whose stations share its airtime. The standard supplies what the file leaves out."""
 
     name: Name
     phy_rate_bps: BitRate
@@ -101,10 +103,11 @@ class Wifi(Table, frozen=True, tag_field="kind", tag="wifi"):
     home: Name = "home"
     standard: Literal["wifi5", "wifi6", "wifi6e", "wifi7"] = "wifi6"
     efficiency: PositiveShare = PositiveShare(0.65)
-    """TCP throughput over PHY rate."""
+    """TCP throughput divided by the PHY rate."""
     fairness: Literal["throughput", "airtime"] = "throughput"
-    """What the stations get equal parts of; with "throughput" a slow one slows all. Air time is a station's when it
-    sends and when it is sent to. A part is each connection's, so that a station with two of them has two."""
+    """The resource that the stations share equally; with "throughput" a slow station slows all. A station uses air
+    time both when it sends and when it receives. Shares are per connection, so a station with two connections
+    has two."""
     gate: bool = True
     """Now and then the medium closes (scans, power save, roaming), then flushes."""
     gate_every_s: PositiveSeconds = PositiveSeconds(33)
@@ -132,11 +135,11 @@ WIFI_STANDARDS = {
     "wifi6e": {"phy_rate": "2.4 Gb/s", **_AIR},
     "wifi7": {"phy_rate": "1.44 Gb/s", **_AIR},
 }
-"""What a file may leave out about an access point, as it would be written there."""
+"""Defaults for an access point by standard, as the file would write them."""
 
 
 class Cable(Table, frozen=True):
-    """One Thunderbolt cable; its two directions can differ, and without `backward` they do not."""
+    """One Thunderbolt cable. Its two directions can differ; without `backward` they do not."""
 
     between: tuple[str, str]
     forward_bps: BitRate
@@ -145,20 +148,20 @@ class Cable(Table, frozen=True):
 
 
 class Thunderbolt(Table, frozen=True, tag_field="kind", tag="thunderbolt"):
-    """A network of cables between hosts, which forward for each other; not bridged to other media.
+    """A network of cables between hosts, which forward for each other; it is not bridged to other media.
 
-    The rates known for Thunderbolt are TCP throughputs already. A large MTU keeps the
-    headers, which every medium pays, from being taken off a second time (1 %, not 6 %)."""
+    The rates known for Thunderbolt are TCP throughputs already. A large MTU keeps the headers, which every
+    medium pays, from being subtracted a second time (1 %, not 6 %)."""
 
     name: Name
     cables: Annotated[tuple[Cable, ...], Meta(min_length=1)] = field(name="cable")
     forwarding_bps: BitRate | None = None
-    """What one host can forward for others; None: as much as its cables carry."""
+    """The rate at which one host can forward for others; None: as much as its cables carry."""
     mtu: Mtu = 9000
 
 
 class Tunnel(Table, frozen=True):
-    """A VPN or relay on the way out of a home."""
+    """A VPN or relay on a home's connection to the internet."""
 
     mtu: Mtu = 1280
     cap_bps: BitRate | None = None
@@ -172,17 +175,17 @@ class Wan(Table, frozen=True):
     up_bps: BitRate
     down_bps: BitRate
     latency_s: Seconds
-    """One way, from the home to the core."""
+    """One-way latency from the home to the core."""
     jitter_s: Seconds = Seconds(0)
     loss: Share = Share(0)
     buffer_bytes: Bytes | None = None
-    """The queue in front of the line; full, it adds buffer / rate to the round trip."""
+    """The queue in front of the line. When full, it adds buffer / rate to the round trip."""
     tunnel: Tunnel | None = None
     mtu: Mtu = 1500
 
     @property
     def ways(self) -> dict[str, tuple[str, ...]]:
-        """What a fault calls the line, and its directions, with the rates of each."""
+        """The names that a fault has for the line and its directions, with the rates that each covers."""
         name = f"{self.home}.wan"
         return {name: ("up_bps", "down_bps"), f"{name}.up": ("up_bps",), f"{name}.down": ("down_bps",)}
 
@@ -190,4 +193,5 @@ class Wan(Table, frozen=True):
 AnyMedium: TypeAlias = Ethernet | Wifi | Thunderbolt
 OWN_MEDIA = (Ethernet, Wifi, Thunderbolt)
 MEDIA: Registry[type[AnyMedium]] = Registry("medium", {str(kind.__struct_config__.tag): kind for kind in OWN_MEDIA})
-"""All kinds, by their names in a file. A plugin's is a subclass of one of ours, and behaves as it does."""
+"""All kinds of media, by their names in a file. A plugin's kind is a subclass of a built-in one, and behaves
+alike."""

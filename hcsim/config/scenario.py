@@ -1,5 +1,5 @@
-"""The root of the tree: the nodes, how their TCP behaves, and the job they do. `first_nodes` gives a
-scenario with fewer machines than it was written for.
+"""The root of the tree: the nodes, their TCP model, and their job. `first_nodes` returns a scenario with fewer
+machines than it was written for.
 """
 
 from __future__ import annotations
@@ -34,29 +34,29 @@ class Node(Table, frozen=True):
     name: Name
     machine: str | Machine
     home: str = ""
-    """Where it stands; left out, it is the home of its media."""
+    """The home where the node is; left out, the home of its media."""
     links: tuple[Attachment, ...] = ()
     count: Annotated[int, Meta(ge=1, le=4096)] = 1
     cap_bps: BitRate | None = None
-    """What one connection carries each way at most, from and to this machine, where a processor core is slower than
-    the network; several together may carry more. None: as much as there is."""
+    """Limit of one connection in each direction, from and to this machine, where a processor core is slower than
+    the network; several connections together may carry more. None: no limit."""
 
 
 LARGEST_WINDOW_BYTES = 1 << 30
-"""RFC 7323, 2.3."""
+"""RFC 7323, section 2.3."""
 
 
 class Tcp(Table, frozen=True):
-    """How the modelled TCP behaves, on every host.
+    """The model of TCP, the same on every host.
 
-    The default loss model is "bbr" (capacity × (1 − loss)), the only one under which the loss and the
-    throughput that are measured on Wi-Fi hold together: "mathis" caps a stream at 0.1 Gb/s there."""
+    The default loss model is "bbr" (capacity × (1 − loss)), the only one that agrees with both the loss and the
+    throughput that are measured on Wi-Fi: "mathis" caps a stream at 0.1 Gb/s there."""
 
     window_bytes: PositiveBytes = PositiveBytes(4 << 20)
     slow_start: bool = True
     initial_window_segments: Count = 10
     ack_share: Share = Share(0.03)
-    """Part of a stream's rate that its acknowledgements take of the way back."""
+    """Share of a stream's rate that its acknowledgements take in the reverse direction."""
     restart_after_idle: bool = False
     loss_model: Literal["mathis", "pftk", "cubic", "bbr", "none"] = "bbr"
     headers: bool = True
@@ -67,22 +67,22 @@ class Tcp(Table, frozen=True):
 
     @property
     def is_unbounded(self) -> bool:
-        """Whether the window is larger than TCP's can be: then it bounds nothing."""
+        """Whether the window is larger than TCP allows: then it limits nothing."""
         return self.window_bytes > LARGEST_WINDOW_BYTES
 
     @property
     def receive_buffer_bytes(self) -> int:
-        """What a receiver holds unread: its window; where that bounds nothing, as much as a sender holds."""
+        """The receive buffer for unread data: the window or, if that is unbounded, the size of the send buffer."""
         return self.send_buffer_bytes if self.is_unbounded else self.window_bytes
 
     @property
     def largest_whole_bytes(self) -> int:
-        """The largest frame that travels as one message; where no window bounds anything, all do."""
+        """The largest frame that is modelled as one message; all frames are if the window is unbounded."""
         return sys.maxsize if self.is_unbounded else min(self.window_bytes, self.send_buffer_bytes)
 
 
 class Job(Table, frozen=True):
-    """What the nodes do together."""
+    """The work that the nodes do together."""
 
     operation: Literal[
         "all_reduce",
@@ -101,7 +101,7 @@ class Job(Table, frozen=True):
     payload: Literal["data", "phantom"] = "data"
     repeat: Count = 3
     compute: Flops | None = None
-    """Work that every node does before each repeat."""
+    """Work of every node before each repeat."""
     timeout_s: PositiveSeconds = PositiveSeconds(60)
 
 
@@ -110,30 +110,31 @@ class Scenario(Table, frozen=True):
 
     name: Name
     nodes: tuple[Node, ...] = field(name="node", default=())
-    """A file without any says what to do, and can be run on real machines only."""
+    """The machines. A file without any defines only the work, and runs on real machines only."""
     description: str = ""
     plugins: tuple[str, ...] = ()
-    """Modules, or files beside this one, that are imported before the rest is read: see `hcsim.plugins`."""
+    """Modules, or files in the same folder, that are imported before the rest is read: see `hcsim.plugins`."""
     processes: tuple[str, ...] = ()
     """SimPy processes that run beside the hosts: "module:function" or "file.py:function", called with the world."""
     seed: int = 1
     effects: Literal["all", "ideal"] = "all"
     """With "ideal" only latency and bandwidth are left: see `idealised`."""
     routes: Literal["fastest", "service_order"] = "fastest"
-    """How a host with several links picks one: the fastest way, or the first of its `links` that leads there."""
+    """How a host with several links picks one: the fastest route, or the first of its `links` that leads there."""
     media: tuple[AnyMedium, ...] = field(name="medium", default=())
     wan: tuple[Wan, ...] = ()
     tcp: Tcp = Tcp()
     faults: tuple[AnyFault, ...] = field(name="fault", default=())
     job: Job = Job()
     training: Training | None = None
-    """What they learn; without it they do the job."""
+    """The training; without it the nodes do the job."""
     cluster: Cluster | None = None
-    """How they find each other and hold together; without it, all are there from the start and a loss ends the run."""
+    """How nodes find each other and handle losses; without it, all are present from the start and a loss ends the
+    run."""
 
     @property
     def homes(self) -> tuple[tuple[int, ...], ...]:
-        """The ranks of each home, in the order of the nodes."""
+        """Return the ranks of each home, in the order of the nodes."""
         ranks: dict[str, list[int]] = {}
         for rank, node in enumerate(self.nodes):
             ranks.setdefault(node.home, []).append(rank)
@@ -141,8 +142,8 @@ class Scenario(Table, frozen=True):
 
 
 def idealised(scenario: Scenario) -> Scenario:
-    """The same with latency and bandwidth as the only effects, for comparison with closed forms; no window bounds
-    anything.
+    """Return the scenario with latency and bandwidth as the only effects, for comparison with closed forms. No
+    window limits anything.
 
     Faults stay: they are an explicit list."""
     quiet = {"jitter_s": Seconds(0), "loss": Share(0)}
@@ -164,8 +165,8 @@ def idealised(scenario: Scenario) -> Scenario:
 
 
 def first_nodes(scenario: Scenario, count: int) -> Scenario:
-    """Its first nodes. Faults that happen to the others, or take one of them, do not happen; a partition has those
-    that are left on its sides, if there are any on both."""
+    """Return the scenario with its first nodes. Faults of the other nodes, or that need one of them, are dropped.
+    A partition keeps the remaining nodes on its sides, if there are any on both."""
     nodes = scenario.nodes[:count]
     left = [node.name for node in nodes]
     faults = (_among(fault, left) for fault in scenario.faults)
@@ -173,7 +174,7 @@ def first_nodes(scenario: Scenario, count: int) -> Scenario:
 
 
 def _among(fault: AnyFault, left: Container[str]) -> AnyFault | None:
-    """What of the fault can happen to them."""
+    """Return the part of the fault that applies to the remaining nodes."""
     if isinstance(fault, Partition):
         one, other = (tuple(name for name in side if name in left) for side in fault.sides)
         return replace(fault, sides=(one, other)) if one and other else None

@@ -1,13 +1,13 @@
-"""Faults drawn at random, for looking where nobody thought of looking.
+"""Random faults, for combinations that no test author would think of.
 
-A schedule is drawn so that a cluster can be asked to be well again: everything heals by a given share of the run,
-whoever crashes comes back, and only a minority comes back without its memory. (What waits for a frame or a
-gradient happens to the next one, whenever that is.) Then what must always hold can be checked at every moment, and
-what must hold in the end, at the end. A schedule depends on the seed and on the
-kinds that it may have; it is an ordinary list of faults, so a failing one can be written down and shortened.
+A schedule is drawn so that a cluster can be required to recover. Everything heals by a given share of the
+run, every crashed node comes back, and only a minority comes back without its memory. (A fault that waits
+for a frame or a gradient happens to the next one, whenever that is.) Safety can then be checked at every
+moment, and liveness at the end. A schedule depends on the seed and on the permitted kinds. It is an
+ordinary list of faults, so a failing one can be saved and shortened.
 
-Some kinds are drawn only when they are named, and a share of the faults that could end may last for good: then
-whoever asks for such a schedule has to know what can be asked of the cluster.
+Some kinds are drawn only when they are named, and a share of the faults that could end may last for good. A
+caller that asks for such a schedule must know what can be required of the cluster.
 """
 
 from __future__ import annotations
@@ -64,14 +64,14 @@ from hcsim.rng import stream
 from hcsim.units import BitRate, PositiveSeconds, PositiveShare, Seconds, Share, SignedSeconds
 
 FEWEST, MOST = 1, 6
-"""How many faults a schedule has."""
+"""The least and the largest number of faults in a schedule."""
 HEALED_BY = 0.6
-"""The share of the run after which nothing is broken any more."""
+"""The share of the run after which no fault is active any more."""
 DECIMALS = 3
-"""Times are whole milliseconds, so that a person can read them."""
+"""Times are whole milliseconds, for readability."""
 
 Kind: TypeAlias = Callable[["Draw"], tuple[AnyFault, ...]]
-"""Draws one fault, or a few that belong together; none where the scenario has nothing that it could happen to."""
+"""A function that draws one fault, or a few that belong together, or none where the scenario offers no target."""
 
 
 def random_faults(
@@ -82,10 +82,10 @@ def random_faults(
     kinds: Sequence[str] | None = None,
     for_good: float = 0.0,
 ) -> tuple[AnyFault, ...]:
-    """A schedule for a run that lasts that long, in the order of time.
+    """Return a schedule for a run of that duration, in the order of time.
 
-    `kinds` are those of `DEFAULT_KINDS` unless others are named. A share `for_good` of the faults that have a duration
-    lose it, where a fault of that kind can last for good."""
+    `kinds` defaults to `DEFAULT_KINDS`. A share `for_good` of the faults with a duration lose it, where a fault
+    of that kind can last for good."""
     kinds = DEFAULT_KINDS if kinds is None else kinds
     for i, kind in enumerate(kinds):
         check_known(f"kinds[{i}]", kind, FAULTS, "fault")
@@ -101,8 +101,8 @@ def random_faults(
 
 
 def draw_faults(draw: Draw, kinds: Sequence[str], wanted: int) -> list[AnyFault]:
-    """So many faults, or a few more where some belong together; fewer where these kinds cannot happen. A kind that is
-    named twice is drawn twice as often."""
+    """Draw the wanted number of faults: a few more where some belong together, fewer where these kinds cannot
+    happen. A kind that is named twice is drawn twice as often."""
     faults: list[AnyFault] = []
     for _ in range(100 * MOST):
         if len(faults) >= wanted:
@@ -115,13 +115,13 @@ def draw_faults(draw: Draw, kinds: Sequence[str], wanted: int) -> list[AnyFault]
 
 
 def without_end(fault: AnyFault) -> AnyFault:
-    """The fault as one that lasts for good, where it can."""
+    """Return the fault without its end, if it can last for good."""
     ends = [field for field in msgspec.structs.fields(fault) if field.name == "duration_s" and field.default is None]
     return msgspec.structs.replace(fault, duration_s=None) if ends else fault
 
 
 class Draw:
-    """The parts that faults are drawn from: a scenario's, and of a run that lasts so long."""
+    """Random parts of faults, for a scenario and a run of a given duration."""
 
     def __init__(self, rng: Random, nodes: Sequence[Node], media: Sequence[AnyMedium], duration_s: float) -> None:
         self.rng = rng
@@ -134,22 +134,23 @@ class Draw:
         """Nodes that come back without their memory, and how."""
 
     def span(self) -> tuple[Seconds, PositiveSeconds]:
-        """When something starts, and how long it lasts: all of it before the end, and often short."""
+        """Return a start and a duration that end within the healing time; most are short."""
         start_s = self.rng.uniform(0.0, 0.9 * self._end_s)
         lasts_s = (self._end_s - start_s) * self.rng.random() ** 2
         return Seconds(round(start_s, DECIMALS)), PositiveSeconds(max(round(lasts_s, DECIMALS) - 1e-3, 1e-3))
 
     def node(self) -> str:
-        """Some node."""
+        """Return a random node."""
         return self.rng.choice(self.names)
 
     def pair(self) -> tuple[str, str]:
-        """Two different nodes."""
+        """Return two different nodes."""
         a, b = self.rng.sample(self.names, 2)
         return a, b
 
     def may_forget(self, node: str, how: str) -> bool:
-        """Whether this node may come back without its memory: always the same way, and a minority in all."""
+        """Return whether this node may come back without its memory: always the same way, and only a minority of the
+        nodes."""
         if node not in self._forgetful and 2 * (len(self._forgetful) + 1) >= len(self.names):
             return False
         return self._forgetful.setdefault(node, how) == how
@@ -179,8 +180,8 @@ def _restarts(draw: Draw) -> tuple[AnyFault, ...]:
 
 
 def _leaves(draw: Draw) -> tuple[AnyFault, ...]:
-    """Whoever leaves comes back. Half of them were started just before, and leave while the others take them in, which
-    takes longer where the network is slow."""
+    """Every node that leaves comes back. Half of them were started just before, and leave during their admission,
+    which takes longer where the network is slow."""
     node, (at_s, away_s) = draw.node(), draw.span()
     back = Restart(Seconds(round(at_s + away_s, DECIMALS)), node, down_s=Seconds(1e-3))
     if draw.rng.random() < 0.5:
@@ -195,7 +196,7 @@ def _leaves(draw: Draw) -> tuple[AnyFault, ...]:
 
 
 def _copies(draw: Draw) -> tuple[AnyFault, ...]:
-    """The copy must forget in the end, so that it has a key of its own again."""
+    """The copy must finally forget, so that it has a key of its own again."""
     (node, of), (at_s, lasts_s) = draw.pair(), draw.span()
     if not draw.may_forget(node, "lost"):
         return ()
@@ -295,7 +296,7 @@ def _share(draw: Draw, least: float) -> PositiveShare:
 
 
 def _lasting(make: Callable[[Draw, Seconds, PositiveSeconds], AnyFault]) -> Kind:
-    """A kind whose faults only need a time and a duration that are drawn like all others."""
+    """Return a kind whose faults only need a random time and duration."""
 
     def kind(draw: Draw) -> tuple[AnyFault, ...]:
         return (make(draw, *draw.span()),)

@@ -1,8 +1,8 @@
-"""What all tables of a scenario share: strict keys, names without units, a few checked types, errors that say what
-would be valid.
+"""The base of all tables of a scenario: strict keys, names without units, a few checked types, and errors that say
+what would be valid.
 
-msgspec says what is wrong and at which path. The value at that path comes from the file, and the words that are valid
-there from the types of the tree.
+msgspec reports the problem and its path. The value at that path comes from the file, and the valid words come from
+the types of the tree.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def _key(attribute: str) -> str:
 
 
 class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename=_key):
-    """A table of the file. A key is the attribute without its unit; an unknown one is refused."""
+    """A table of the file. A key is the attribute without its unit; unknown keys are rejected."""
 
 
 _PROBLEM_AND_PLACE = re.compile(r"(.*) - at `\$([^`]*)`", re.DOTALL)
@@ -40,7 +40,7 @@ _BOUNDS = {">=": "at least ", "<=": "at most ", ">": "more than ", "<": "less th
 
 
 def explain(error: msgspec.ValidationError, raw: dict[str, Any], tree: type[msgspec.Struct]) -> str:
-    """Say where in `raw` the decoder stopped, what it found there, and what would be valid."""
+    """Return where in `raw` the decoder stopped, what it found there, and what would be valid."""
     text = str(error)
     # A quoted key can look like the end of the decoder's text; only a key of the root has no path behind it.
     at_root = any(text == f"Object contains unknown field `{key}`" for key in raw)
@@ -63,7 +63,7 @@ def explain(error: msgspec.ValidationError, raw: dict[str, Any], tree: type[msgs
 
 
 def in_words(problem: str) -> str:
-    """What the decoder says of a type, without Python's names for it."""
+    """Return the decoder's message about a type, without Python's names for it."""
     if "matching regex" in problem:  # only names have to
         return "expected a name: letters, digits, dots, dashes and underscores, with a letter or a digit first"
     said = _EXPECTED.fullmatch(problem)
@@ -81,7 +81,7 @@ def _named(kind: str) -> str:
 
 
 def _look_up(keys: list[int | str], raw: Any, tree: type[msgspec.Struct]) -> tuple[Any, tuple[str, ...]]:
-    """The value at that place, and the words (keys, tags or choices) that the tree has there."""
+    """Return the value at that place, and the words (keys, tags or choices) that are valid there."""
     kind: Any = inspect.type_info(tree)
     for key in keys:
         kind = _chosen(kind, raw)
@@ -112,7 +112,7 @@ def _words(kind: Any) -> tuple[str, ...]:
 
 
 def _chosen(kind: Any, raw: Any) -> Any:
-    """The struct that a table chose from a union by its tag, where it did."""
+    """Return the struct of a union that the table's tag selects, if it selects one."""
     if not isinstance(kind, inspect.UnionType) or not isinstance(raw, dict):
         return kind
     structs = [one for one in kind.types if isinstance(one, inspect.StructType)]

@@ -1,8 +1,9 @@
-"""What a cluster learns, and how: the `[training]` table, and the short texts in it that name a thing with its figures.
+"""The task and the method of a training: the `[training]` table, and the specs in it that name a thing and its
+figures.
 
-Such a text ("topk:0.01", "diloco:16,lr=0.7", "int8:stochastic") is a name, and after a colon what differs from the
-defaults: `field=value`, the bare value of the first field, or the bare name of a switch. The fields are those of a
-struct, which checks them.
+A spec ("topk:0.01", "diloco:16,lr=0.7", "int8:stochastic") is a name, and after a colon the values that differ from
+the defaults: `field=value`, the bare value of the first field, or the bare name of a switch. The fields are those of
+a struct, which checks them.
 """
 
 from __future__ import annotations
@@ -22,18 +23,18 @@ Positive = Annotated[float, Meta(gt=0, le=1e9)]
 
 
 class Training(Table, frozen=True):
-    """A training run. Where a figure is left out, the task's own is used."""
+    """A training run. Figures that are left out are those of the task."""
 
     task: str = "digits"
     strategy: str = "ddp"
-    """A name and its figure: "ddp", "local_sgd:8", "diloco:16", "parameter_server:async", …"""
+    """A strategy and its arguments: "ddp", "local_sgd:8", "diloco:16", "parameter_server:async", …"""
     compressor: str = "none"
-    """A name, its figure, and "+ef" for error feedback: "topk:0.01+ef"."""
+    """A compressor, its arguments, and "+ef" for error feedback: "topk:0.01+ef"."""
     algorithm: str = "auto"
-    """Of the collectives."""
+    """Algorithm of the collectives."""
     steps: Count = 200
     batch: Count | Annotated[tuple[Count, ...], Meta(min_length=1)] | None = None
-    """Samples per rank and step: one figure for all, or one for each rank."""
+    """Samples per rank and step: one number for all ranks, or one for each rank."""
     lr: Positive | None = None
     momentum: Annotated[float, Meta(ge=0, lt=1)] | None = None
     optimizer: Literal["sgd", "adamw"] = "sgd"
@@ -48,13 +49,14 @@ class Training(Table, frozen=True):
     evaluate_every: Count = 20
     timeout_s: PositiveSeconds = PositiveSeconds(60)
     server: str | None = None
-    """Where workers reach a parameter server, if not straight at its machine: "wss://ps.example.org/home"."""
+    """Address at which workers reach a parameter server, if not directly at its machine:
+    "wss://ps.example.org/home"."""
     listen: str | None = None
-    """Where it then listens, for the tunnel or proxy that stands before it: "ws://127.0.0.1:8080"."""
+    """Address on which it then listens, for the tunnel or proxy in front of it: "ws://127.0.0.1:8080"."""
 
 
 def read_spec(text: str, kinds: Mapping[str, type[T]], what: str) -> T:
-    """The struct that the text describes; `what` is what these texts name, for errors."""
+    """Return the struct that the text describes; `what` is the noun for such specs in errors."""
     name, colon, rest = text.partition(":")
     if name not in kinds:
         raise ConfigError(f'there is no {what} "{name}"{did_you_mean(name, kinds)}; known: {", ".join(kinds)}')

@@ -1,1 +1,1 @@
-"""A search for clusters that do what they must not, or stop doing what they must: random homes under random faults."""
+"""A fuzzer for clusters: random homes under random faults, checked against safety and liveness invariants."""

@@ -1,18 +1,18 @@
-"""In which phases of the protocol faults have struck: pairs of a kind and of what a machine was doing.
+"""Coverage of protocol phases by faults: pairs of a kind of fault and the phase of a machine when it struck.
 
-A fault concerns some machines (the one that crashes, both ends of a connection, all on a medium), and each of them is
-somewhere in the protocol at that moment, which its trace tells:
+A fault concerns some machines (the one that crashes, both ends of a connection, all on a medium). Each of
+them is in some phase of the protocol at that moment, which is read from its trace:
 
-    forming         it is in no view that works, and looks for the others
-    synchronising   it has begun with a view, whose members come to hold the same
+    forming         it is in no working view, and looks for the others
+    synchronising   it has begun with a view, whose members synchronise their state
     computing       it works on a step, and has sent nothing of it yet
-    reducing        it exchanges what the step came to
+    reducing        it exchanges the results of the step
     voting          it votes on the step
     serving         the same three, of a parameter server and its workers: they overlap
-    leaving         it has come to the end, and leaves
-    down            it is not there
+    leaving         it has finished, and leaves
+    down            it is not running
 
-How many of these pairs a search has seen tells whether more seeds are worth it: see `Coverage`.
+The number of pairs that a search has seen tells whether more seeds are worthwhile: see `Coverage`.
 """
 
 from __future__ import annotations
@@ -26,33 +26,33 @@ from hcsim.telemetry.trace import Event
 
 PHASES = ("forming", "synchronising", "computing", "reducing", "voting", "serving", "leaving", "down")
 SHORT = ("form", "sync", "comp", "reduce", "vote", "serve", "leave", "down")
-"""The same, as heads of narrow columns."""
+"""The phases, abbreviated as heads of narrow columns."""
 PAIRS = len(OWN_FAULTS) * len(PHASES)
 STALE_SHARE, STALE_SEEDS = 0.3, 100
-"""After so many seeds without a new pair, more of them will hardly find one."""
+"""A search is stale once the seeds since the last new pair are this share of all seeds, and at least this
+many."""
 
 _TAGS = {kind.__name__: tag for tag, kind in OWN_FAULTS.items()}
 
 
 class Tracker:
-    """Follows each host of a run through the protocol, and notes where it is when a fault strikes."""
+    """Tracks the protocol phase of each host, and records it when a fault strikes."""
 
     def __init__(self, scenario: Scenario) -> None:
         self.struck: Counter[str] = Counter()
         self.pairs: dict[str, None] = {}
-        """As "kind × phase", in the order in which they were seen."""
+        """As "kind × phase", in the order of first occurrence."""
         self._faults = {repr(fault): fault for fault in scenario.faults}
         self._scenario = scenario
         self._serves = bool(scenario.training and scenario.training.strategy.startswith("parameter_server"))
         names = [node.name for node in scenario.nodes]
         self._phase = dict.fromkeys(names, "forming")
         self._operation = dict.fromkeys(names, -1)
-        """The newest of which the host has sent something."""
+        """The newest operation for which the host has sent data."""
         self._struck_in: dict[str, list[tuple[str, int]]] = {name: [] for name in names}
-        """Kinds of faults that struck while it exchanged something, and in which operation."""
+        """Kinds of faults that struck during an exchange of the host, and the operation of that exchange."""
 
     def follow(self, events: Sequence[Event]) -> None:
-        """More of the trace."""
         for event in events:
             kind = event[1]
             if kind == "send" and event[3] == Kind.DATA:
@@ -63,7 +63,6 @@ class Tracker:
                 self._fault(str(event[2]), str(event[3]))
 
     def ended(self, host: str) -> None:
-        """The host has come to the end."""
         self._moved("ended", host)
 
     def _sent(self, host: str, operation: int) -> None:
@@ -107,7 +106,6 @@ class Tracker:
 
 
 def concerned(fault: AnyFault, scenario: Scenario) -> list[str]:
-    """The hosts that it happens to."""
     if isinstance(fault, Partition):
         return [*fault.sides[0], *fault.sides[1]]
     pair: tuple[str, str] | None = getattr(fault, "between", None)
@@ -119,17 +117,17 @@ def concerned(fault: AnyFault, scenario: Scenario) -> list[str]:
 
 
 class Coverage:
-    """What a search has seen, and whether it still sees new things."""
+    """The pairs that a search has seen, and whether it still finds new ones."""
 
     def __init__(self) -> None:
         self.seen: dict[str, int] = {}
-        """By pair, in how many seeds it was seen."""
+        """The number of seeds in which each pair was seen."""
         self.seeds = 0
         self.newest = 0
-        """The seed, counted from one, that last brought a pair that was new."""
+        """The last seed, counted from one, that brought a new pair."""
 
     def add(self, pairs: Iterable[str]) -> list[str]:
-        """What a seed saw; what of it is new."""
+        """Add the pairs of a seed, and return the new ones."""
         self.seeds += 1
         new = [pair for pair in pairs if pair not in self.seen]
         for pair in pairs:
@@ -139,9 +137,8 @@ class Coverage:
 
     @property
     def is_stale(self) -> bool:
-        """Whether more seeds will hardly bring anything new."""
         return self.seeds - self.newest >= max(STALE_SEEDS, STALE_SHARE * self.seeds)
 
     def count(self, kind: str, phase: str) -> int:
-        """In how many seeds a fault of that kind struck in that phase."""
+        """Return the number of seeds in which a fault of that kind struck in that phase."""
         return self.seen.get(f"{kind} × {phase}", 0)

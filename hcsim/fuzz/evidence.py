@@ -1,4 +1,4 @@
-"""All that is known of a run: what its trace, its observer, its census and its members say."""
+"""The evidence of a run: the records of its trace, its observer, its census and its members."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ KEPT = (
     "view", "follows", "synchronised", "voted", "applied", "view failed", "group failed", "fault", "accused",
     "parameter server",
 )  # fmt: skip
-"""The kinds of events that say something about the protocol."""
+"""The kinds of events that are relevant to the protocol."""
 ONCE = ("flip", "resize", "repeat")
-"""What the trace calls faults of one frame, when they strike."""
+"""The trace's names for faults of one frame, when they strike."""
 
 
 class Said(msgspec.Struct, frozen=True):
-    """What a host told its people."""
+    """A status message of a host."""
 
     time_s: float
     host: str
@@ -39,7 +39,7 @@ class Said(msgspec.Struct, frozen=True):
 
 
 class Step(msgspec.Struct, frozen=True):
-    """A host has done so many steps."""
+    """A host has done this many steps."""
 
     time_s: float
     host: str
@@ -47,7 +47,7 @@ class Step(msgspec.Struct, frozen=True):
 
 
 class Evidence(msgspec.Struct, frozen=True):
-    """All that is known of a run."""
+    """All records of a run that the invariants check."""
 
     scenario: Scenario
     phases: Phases
@@ -57,56 +57,53 @@ class Evidence(msgspec.Struct, frozen=True):
     said: Sequence[Said] = ()
     steps: Sequence[Step] = ()
     results: Mapping[str, Report | BaseException] = {}
-    """By host, of its last life; those of hosts that never end are missing."""
+    """The result of each host's last life. Hosts that never end are missing."""
     parameters: Mapping[str, Array] = {}
-    """Of hosts that came to the end."""
+    """The parameters of hosts that finished."""
     owed: Mapping[str, Array] = {}
-    """What their error feedback had not sent yet."""
+    """The residuals of their error feedback."""
     left: Sequence[tuple[float, str]] = ()
-    """When hosts had come to the end, or had left in an orderly way before it."""
+    """The times at which hosts had finished, or had left in order before."""
     usage: Mapping[str, Usage] = {}
     lost: Sequence[str] = ()
-    """What asyncio complained about: errors that nobody looked at."""
+    """Errors of tasks that were never retrieved, as asyncio logged them."""
     limit_s: float = 0.0
-    """When hosts were stopped that had not ended."""
+    """The time at which hosts that had not ended were stopped."""
 
     @property
     def training(self) -> Training:
-        """What was to be learned."""
         return self.scenario.training or Training()
 
     @property
     def cluster(self) -> Cluster:
-        """How the members hold together."""
         return self.scenario.cluster or Cluster()
 
     @property
     def names(self) -> list[str]:
-        """Of all hosts."""
         return [node.name for node in self.scenario.nodes]
 
     @property
     def exact(self) -> bool:
-        """Whether the parameters are those of a closed form: data parallel, nothing lost in compression for good,
-        nobody lies."""
+        """Whether the parameters have a closed form: data parallel, no permanent loss in compression, no member that
+        lies."""
         kinds = {fault.__struct_config__.tag for fault in self.scenario.faults}
         whole = self.training.compressor == "none" or self.training.compressor.endswith(SUFFIX)
         return self.training.strategy == "ddp" and whole and "misbehave" not in kinds
 
     @property
     def diverged(self) -> list[str]:
-        """Hosts that ended since replicas differ, as they may where a machine sends noise."""
+        """Hosts that ended because replicas differ, as they may where a machine sends noise."""
         if not any(isinstance(fault, Misbehave) and fault.how == "noise" for fault in self.scenario.faults):
             return []
         return [host for host, result in self.results.items() if isinstance(result, Diverged)]
 
     def of_kind(self, kind: str, fields: int) -> Iterator[Event]:
-        """The events of one kind, with so many fields."""
+        """Yield the events of one kind that have this number of fields."""
         return (event for event in self.events if event[1] == kind and len(event) == 3 + fields)
 
 
 def forgotten_s(scenario: Scenario) -> dict[str, float]:
-    """The hosts that come back without their memory, and when they last go down for that."""
+    """Return the hosts that come back without their memory, and when each last goes down before that."""
     last: dict[str, float] = {}
     for fault in scenario.faults:
         if isinstance(fault, Restart | CopiedIdentity) and forgets(fault):
@@ -115,7 +112,8 @@ def forgotten_s(scenario: Scenario) -> dict[str, float]:
 
 
 class Recorder:
-    """Gathers evidence while a run goes on: an observer, a sink of its trace, and whom its members tell."""
+    """Gathers evidence during a run, as its observer, as a sink of its trace and as the receiver of status
+    messages."""
 
     def __init__(self, scenario: Scenario) -> None:
         self.events: list[Event] = []
@@ -127,20 +125,17 @@ class Recorder:
         self.tracker = Tracker(scenario)
 
     def sink(self, events: Sequence[Event]) -> None:
-        """Keep what says something."""
         self.tracker.follow(events)
         self.events += [event for event in events if event[1] in KEPT]
 
     def tell(self, host: str, text: str) -> None:
-        """A host says something."""
         self.said.append(Said(asyncio.get_running_loop().time(), host, text))
 
     def point(self, rank: int, point: Point) -> None:
-        """A step is done."""
         self.steps.append(Step(asyncio.get_running_loop().time(), _present(), point.step))
 
     def finished(self, run: Run) -> None:
-        """A member came to the end, or leaves before it."""
+        """Record that a member has finished, or leaves before the end."""
         host, parameters = run.group.host.name, run.learner.replica.parameters
         assert not isinstance(parameters, Phantom)
         self.left.append((asyncio.get_running_loop().time(), host))
@@ -152,11 +147,9 @@ class Recorder:
 
     @property
     def views(self) -> list[Sighting]:
-        """The views that were adopted, in the order of time."""
         return [sighting(event) for event in self.events if event[1] == "view"]
 
     def lives(self, scenario: Scenario) -> Lives:
-        """What the trace says of the lives of the hosts."""
         worked = [Work(_seconds(event), str(event[2]), int(event[3])) for event in self.events if event[1] == "follows"]
         starts = [event for event in self.events if event[1:3] == ("fault", "start")]
         started_s = {str(event[3]).partition(" ")[0]: _seconds(event) for event in starts}
@@ -170,14 +163,13 @@ class Recorder:
 
 
 def sighting(event: Event) -> Sighting:
-    """A "view" event."""
     time_ns, _, host, lineage, epoch, _, members = event
     names = tuple(member.partition("#")[0] for member in str(members).split(",") if member)
     return Sighting(int(time_ns) / 1e9, str(host), str(lineage), int(epoch), names)
 
 
 def _owed(run: Run) -> Array:
-    """What this member's error feedback has not sent yet, as one flat array."""
+    """Return the residual of this member's error feedback as one flat array."""
     owed = np.zeros(run.learner.layout.length, np.float32)
     state = run.compressor.state()
     for tensor in run.learner.layout.tensors:
@@ -192,5 +184,5 @@ def _seconds(event: Event) -> float:
 
 
 def _present() -> str:
-    """The host whose code runs now."""
+    """Return the host whose code is running."""
     return str(getattr(OWNER.get(), "name", ""))

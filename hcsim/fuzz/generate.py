@@ -1,18 +1,20 @@
-"""What a seed stands for: a home, a training, and what goes wrong in it.
+"""The scenario of a seed: a home, a training, and its faults.
 
-Swarm testing (Groce, Zhang, Eide, Chen and Regehr, ISSTA 2012): a test that has a bit of everything finds less than
-many tests of which each leaves much out, since one feature hides what another would bring to light: where machines
-crash all the time, nobody runs out of descriptors. So each seed first draws which kinds of faults there are at all, and
-how often each, and how many; and so it does with numbers of machines, media, strategies, compressors, quorums and
-timeouts. Small homes are more frequent than large ones: they are quick, and most defects need two or three machines.
-A lone machine is a home, too: nobody can help it to its state.
+Swarm testing (Groce, Zhang, Eide, Chen and Regehr, ISSTA 2012): many tests that each leave out features
+find more than one test that has them all, because one feature can mask the effect of another. For example,
+where machines crash all the time, none runs out of descriptors. So each seed first draws which kinds of
+faults occur at all, their frequencies and their number. It draws numbers of machines, media, strategies,
+compressors, quorums and timeouts in the same way. Small homes are more frequent than large ones: they run
+quickly, and most defects need two or three machines. A lone machine is a home, too: no peer can help it to
+recover its state.
 
-How the faults belong together is drawn as well. In most seeds each is drawn by itself; others have a pattern (see
-`patterns`), such as a power cut, and seldom more than that. In some, all faults come in a bunch.
+The relation between the faults is also drawn. In most seeds each fault is drawn independently. Other seeds
+have a pattern (see `patterns`), such as a power cut, and seldom any other fault. In some seeds all faults
+come in a bunch.
 
-Faults that are drawn by themselves come in two lots. Those of the first strike anybody, and end. Those of the second
-last for good and break only machines that were chosen to be sick, which are so few that the others are a quorum: see
-`phases`.
+Independent faults come in two lots. Those of the first can strike any machine, and end. Those of the second
+last for good and break only machines that were chosen to be sick, which are so few that the others are a
+quorum: see `phases`.
 """
 
 from __future__ import annotations
@@ -53,22 +55,22 @@ from hcsim.units import BitRate, ByteRate, FlopRate, PositiveSeconds, Seconds
 
 T = TypeVar("T")
 Choices: TypeAlias = tuple[tuple[T, int], ...]
-"""What there is to choose from, and how often each is chosen."""
+"""The options of a choice with their weights."""
 
 KINDS = tuple(kind for kind in OWN_FAULTS if kind != "leave")
 LONE_KINDS = tuple(
     kind for kind in KINDS if not {"between", "sides", "of", "to"} & {*OWN_FAULTS[kind].__struct_fields__}
 )  # fmt: skip
-"""Those that can happen to a lone machine."""
+"""The kinds that can happen to a lone machine."""
 STYLES: Choices[str] = (("mixed", 10), ("culprit", 4), ("outages", 3), ("attrition", 2), ("churn", 5))
-"""How the faults belong together: each is drawn by itself, or there is a pattern."""
+"""The relations between the faults: independent, or a pattern."""
 BUNCHED_SHARE, CONDITIONS_SHARE = 0.4, 0.25
-"""Of the seeds, in how many all faults come in a bunch, and in how many they meet what was wrong before."""
+"""The shares of seeds in which all faults come in a bunch, and in which they meet earlier conditions."""
 LEAVE_SHARE = 0.15
-"""Of the mixed seeds, in how many somebody leaves."""
+"""The share of the mixed seeds in which a member leaves."""
 NODES: Choices[int] = ((1, 2), (2, 5), (3, 7), (4, 5), (5, 3), (6, 2), (7, 1), (8, 1))
 FEW: Choices[int] = ((1, 1), (2, 5), (3, 4))
-"""Where one comes and goes: the fewer there are, the more each matters."""
+"""Numbers of machines for the style "churn": the fewer there are, the more each matters."""
 MEDIA: Choices[str] = (("switch", 5), ("air", 2), ("both", 3))
 STRATEGIES: Choices[str] = (
     ("ddp", 12), ("local_sgd:4", 2), ("diloco:4", 2), ("parameter_server", 3), ("parameter_server:async", 1),
@@ -89,20 +91,21 @@ HEARTBEATS: Choices[Heartbeat] = (
 )
 TIMEOUTS_S: Choices[float] = ((5.0, 3), (10.0, 4), (20.0, 3))
 LONGEST_S = 20.0
-"""Of a collective. Where one comes and goes it is the longest, so that who waits for one that has gone stands out."""
+"""The longest time limit of a collective. The style "churn" uses it, so that waiting for a departed member
+stands out."""
 LAUNCHES_S: Choices[float] = ((0.06, 3), (0.12, 4), (0.2, 2))
-"""What a kernel's launch takes: a step takes about eight times that, and a slow step makes a quick trial."""
+"""The duration of a kernel launch. A step takes about eight times that, and slow steps make a trial quick."""
 LAUNCHES_OF_A_STEP = 8.5
 LAUNCHES_OF_AN_UPDATE = 2
-"""Of a parameter server, beside one for each push; its machine's worker needs the device for a step of its own."""
+"""Launches of a parameter server's update, beside one for each push. The worker on its machine needs the
+device as well."""
 SAFETY_S: Choices[float] = ((15.0, 4), (30.0, 4), (45.0, 1))
 MOST_STEPS = 300
 CLOSEST = 12
-"""The least number of steps that are left when nothing changes any more."""
+"""The least number of steps that are left once nothing changes any more."""
 
 
 def scenario_of(seed: int) -> Scenario:
-    """The scenario of a seed."""
     draw = stream(seed, "fuzz")
     style, heartbeat = _choose(draw, STYLES), _choose(draw, HEARTBEATS)
     safety_s = max(_choose(draw, SAFETY_S), 4 * heartbeat.timeout_s)
@@ -164,7 +167,8 @@ def _cluster(draw: Random, count: int, heartbeat: Heartbeat) -> Cluster:
 
 
 def _training(draw: Random, steps: float) -> Training:
-    """So many steps that something is left to do when all faults are over, as far as one can know."""
+    """Return a training with enough steps that some remain when all faults are over, as far as this can be
+    predicted."""
     wanted = min(MOST_STEPS, CLOSEST + round(steps * draw.uniform(1.0, 1.5)))
     spec = _choose(draw, STRATEGIES)
     return Training(
@@ -180,8 +184,9 @@ def _training(draw: Random, steps: float) -> Training:
 
 
 def _in_time(training: Training, nodes: tuple[Node, ...]) -> Training:
-    """With a time limit that is longer than what members wait for each other with nothing wrong: for an update of a
-    parameter server, whichever machine has it, and for the steps between two exchanges of one that is still at them."""
+    """Return the training with a time limit longer than members wait for each other without faults. Members wait
+    for an update of a parameter server, whichever machine has it, and for a member that still computes the
+    steps between two exchanges."""
     launches, chosen = LAUNCHES_OF_A_STEP, strategy(training.strategy)
     if isinstance(chosen, LocalSgd | DiLoCo):
         launches *= chosen.every
@@ -209,7 +214,7 @@ def _schedule(draw: Random, style: str, home: Scenario, safety_s: float) -> tupl
 
 
 def _mixed(draw: Random, parts: Draw, home: Scenario) -> tuple[list[Group], list[str]]:
-    """Faults that are drawn each by itself, and the machines that those which last are about."""
+    """Return independent faults, and the machines that the lasting ones concern."""
     kinds = _kinds(draw, home)
     sick = _sick(draw, home)
     lasting = _lasting(parts, kinds, sick, draw.choice((1, 1, 2)))
@@ -220,7 +225,7 @@ def _mixed(draw: Random, parts: Draw, home: Scenario) -> tuple[list[Group], list
 
 
 def _kinds(draw: Random, home: Scenario) -> list[str]:
-    """The kinds that there are, each as often as it is to be drawn."""
+    """Return the kinds of faults, each repeated according to its frequency."""
     possible = KINDS if len(home.nodes) > 1 else LONE_KINDS
     share = draw.choice((0.15, 0.4, 0.8))
     kinds = [kind for kind in possible if draw.random() < share] or [draw.choice(possible)]
@@ -228,7 +233,7 @@ def _kinds(draw: Random, home: Scenario) -> list[str]:
 
 
 def _sick(draw: Random, home: Scenario) -> list[str]:
-    """Machines that something is wrong with for good: so few that the others can decide, if all are in the view."""
+    """Return the machines with lasting faults: few enough that the others are a quorum of a view of all."""
     count, cluster = len(home.nodes), home.cluster or Cluster()
     most = {"majority": (count - 1) // 2, "tiebreak": count // 2, "any": count - 1}[cluster.quorum]
     wanted = draw.choice((0, 1, 1, most)) if most else 0
@@ -236,7 +241,7 @@ def _sick(draw: Random, home: Scenario) -> list[str]:
 
 
 def _lasting(parts: Draw, kinds: list[str], sick: list[str], each: int) -> list[AnyFault]:
-    """Faults that last for good: those that break nothing but sick machines, and those that break none at all."""
+    """Return faults that last for good: some that break only sick machines, and some that break none."""
     faults: list[AnyFault] = []
     for _ in range(40 * (len(sick) + 1)):
         if len(faults) >= each * max(1, len(sick)):
@@ -252,8 +257,8 @@ def _lasting(parts: Draw, kinds: list[str], sick: list[str], each: int) -> list[
 
 
 def _remembering(faults: list[AnyFault], sick: list[str], home: Scenario) -> list[AnyFault]:
-    """Without what makes machines forget their promises, where a quorum that does not forget would not be left:
-    forgetful machines and sick ones together are to be a minority, and `Draw` knows nothing of the sick."""
+    """Remove faults that make machines forget their promises, where the rest would not be a quorum. Forgetful and
+    sick machines together must be a minority, and `Draw` does not know the sick ones."""
     forgetful = {fault.node: None for fault in faults if isinstance(fault, Restart | CopiedIdentity) and forgets(fault)}
     unsound = [node.name for node in home.nodes if node.name in forgetful or node.name in sick]
     if 2 * len(unsound) < len(home.nodes):
@@ -263,5 +268,5 @@ def _remembering(faults: list[AnyFault], sick: list[str], home: Scenario) -> lis
 
 
 def forgets(fault: AnyFault) -> bool:
-    """Whether a machine comes back without its memory, or with an old one."""
+    """Return whether a machine comes back without its memory, or with an old state."""
     return (isinstance(fault, Restart) and fault.state != "kept") or isinstance(fault, CopiedIdentity)

@@ -1,7 +1,7 @@
-"""What must always hold, as checks over what is known of a run. Each says what it found, or nothing.
+"""The invariants, as checks of the evidence of a run. Each yields a description of every violation.
 
-Two lots: what must never happen, whatever goes wrong; and, in the liveness phase of a run in which the core can go on
-(see `phases`), what must happen.
+There are two groups: safety, which must hold whatever goes wrong; and liveness, which must hold in the
+liveness phase of a run whose core can go on (see `phases`).
 """
 
 from __future__ import annotations
@@ -34,18 +34,17 @@ from hcsim.training.tasks.convex import SLOPES_LR, expected_slopes
 from hcsim.virtual.world import HostCrashed
 
 _BITS_AWAY = 1e-3
-"""What rounding may add up to."""
+"""The limit of the accumulated rounding error."""
 
 
 class Breach(msgspec.Struct, frozen=True):
-    """An invariant that did not hold."""
+    """A violation of an invariant."""
 
     invariant: str
     what: str
 
 
 def breaches(evidence: Evidence) -> list[Breach]:
-    """Everything that did not hold."""
     return [Breach(check.__name__, what) for check in INVARIANTS for what in check(evidence)]
 
 
@@ -53,9 +52,9 @@ def breaches(evidence: Evidence) -> list[Breach]:
 
 
 def one_view_per_epoch(evidence: Evidence) -> Iterator[str]:
-    """At most one view, and so one leader, in each epoch of a lineage; and one successor of each view.
+    """Each epoch of a lineage has at most one view, and so one leader. Each view has at most one successor.
 
-    Where a disk was set back to an earlier day, or a member lies about views, this is not promised: see
+    This does not hold where a disk was rolled back, or where a member lies about views: see
     `cluster.agreement`."""
     faults = evidence.scenario.faults
     if any(isinstance(fault, Restart) and fault.state == "stale" for fault in faults):
@@ -72,8 +71,8 @@ def one_view_per_epoch(evidence: Evidence) -> Iterator[str]:
 
 
 def epochs_never_go_back(evidence: Evidence) -> Iterator[str]:
-    """Not even when a host is started anew, unless it has forgotten, or could not write to its disk what it had come
-    to: it had no vote then, and joins the others where they are."""
+    """A host's epoch never decreases, even after a restart. Excepted are hosts that have lost their memory, or
+    could not write their epoch to disk: these had no vote, and join the others where they are."""
     forgetful = {*forgotten_s(evidence.scenario)}
     forgetful |= {fault.node for fault in evidence.scenario.faults if isinstance(fault, FullDisk)}
     newest: dict[object, int] = {}
@@ -86,7 +85,7 @@ def epochs_never_go_back(evidence: Evidence) -> Iterator[str]:
 
 
 def replicas_are_alike(evidence: Evidence) -> Iterator[str]:
-    """Whoever votes on a step in an epoch holds the same model."""
+    """All members that vote on a step in an epoch hold the same model."""
     prints: dict[tuple[object, ...], tuple[object, object]] = {}
     for _, _, host, lineage, epoch, step, fingerprint in evidence.of_kind("voted", 4):
         first = prints.setdefault((lineage, epoch, step), (host, fingerprint))
@@ -95,7 +94,7 @@ def replicas_are_alike(evidence: Evidence) -> Iterator[str]:
 
 
 def steps_are_applied_in_order(evidence: Evidence) -> Iterator[str]:
-    """Each once, from where the host was last in step with the others."""
+    """A host applies each step once, starting where it was last synchronised with the others."""
     one_by_one = evidence.training.strategy == "ddp"
     at: dict[object, int] = {}
     for event in evidence.events:
@@ -109,12 +108,12 @@ def steps_are_applied_in_order(evidence: Evidence) -> Iterator[str]:
 
 
 def nothing_is_lost_or_doubled(evidence: Evidence) -> Iterator[str]:
-    """The parameters are the sum of exactly the contributions of those who took part, each once per step, less what
-    their error feedback still owes.
+    """The parameters are the sum of exactly the participants' contributions, each once per step, less the
+    residuals of their error feedback.
 
-    Known only where gradients are averaged as they are or with error feedback, and one lineage did all the work: where
-    two did, the steps of one of them are given up when they meet, and the trace does not tell which. What a member
-    owed that was lost is lost with it, so with error feedback no member may have been."""
+    This is checked only where gradients are averaged unchanged or with error feedback, and one lineage did all
+    the work. When two lineages meet, the steps of one of them are given up, and the trace does not tell which.
+    A lost member's residual is lost with it, so with error feedback no member may have been lost."""
     if not evidence.exact or not evidence.parameters:
         return
     way = _way(evidence)
@@ -132,15 +131,16 @@ def nothing_is_lost_or_doubled(evidence: Evidence) -> Iterator[str]:
 
 
 LEAVES_S = 5.0
-"""How far the moment in which a member says that it has left may be from the view without it."""
+"""The longest time between a member's report that it has left and the view without it."""
 
 
 def _something_owed_was_lost(evidence: Evidence, way: Sequence[Stretch]) -> bool:
-    """Whether some member may have taken with it what it owed: it was left out or started anew, or left while its group
-    failed, or a view's work was given up as a whole: the others went on from an earlier one, which it had been in.
+    """Return whether a member's residual may be lost. This is so if a member was left out or restarted, if it left
+    while its group failed, or if a whole view's work was given up because the others went on from an earlier
+    one.
 
-    A member is one life of a host. One that crashed took with it what it owed, also where the host's next life left in
-    an orderly way soon after."""
+    A member is one life of a host. A crashed life loses its residual, even if the host's next life soon leaves
+    in order."""
     counted = {stretch.epoch for stretch in way}
     if any(int(event[3]) not in counted for event in evidence.events if event[1] == "applied"):
         return True
@@ -159,8 +159,8 @@ def _something_owed_was_lost(evidence: Evidence, way: Sequence[Stretch]) -> bool
 
 
 def _lives_that_left(evidence: Evidence) -> list[tuple[float, str]]:
-    """When which life of a host had come to the end or had left, named as views name it: that of the last view that
-    the host had worked in."""
+    """Return when each life of a host finished or left. A life is named as in the last view in which the host had
+    worked."""
     names: dict[tuple[object, object], tuple[str, ...]] = {}
     worked: dict[str, list[tuple[float, str]]] = {}
     for event in evidence.events:
@@ -173,7 +173,7 @@ def _lives_that_left(evidence: Evidence) -> list[tuple[float, str]]:
 
 
 class Stretch(msgspec.Struct, frozen=True):
-    """Steps that were done in one view."""
+    """Consecutive steps in one view."""
 
     epoch: int
     members: int
@@ -181,8 +181,8 @@ class Stretch(msgspec.Struct, frozen=True):
 
 
 def _way(evidence: Evidence) -> list[Stretch] | None:
-    """The steps that count: those of the newest view that did any, and those before it of the views that led there.
-    None: they were done in several lineages, or on a way through another one."""
+    """Return the steps that count: those of the newest view that did any, and those of its predecessors before it.
+    Return None if several lineages did steps, or if the predecessors lead through another lineage."""
     lineages = {(event[2], event[4]): event[3] for event in evidence.events if event[1] == "view"}
     worked = dict.fromkeys(lineages[event[2], event[3]] for event in evidence.events if event[1] == "applied")
     if len(worked) > 1:
@@ -201,13 +201,14 @@ def _way(evidence: Evidence) -> list[Stretch] | None:
 
 
 def _beginnings(events: Sequence[Event]) -> dict[int, tuple[int, int]]:
-    """By epoch, after how many steps its view began, and in which epoch that was held before; -1: nothing was.
+    """Return, by epoch, the number of steps at which its view began, and the epoch that last held that state (-1:
+    none).
 
-    Where all have lost their memory that may be long ago, in a checkpoint. But what a member has done in this life of
-    its is in its memory: it counts, whatever the members of the view believe."""
+    If all members have lost their memory, that state may be an old checkpoint. But a step that a member did in
+    its present life is in its memory: it counts, whatever the members of the view report."""
     began: dict[int, tuple[int, int]] = {}
     holds: dict[str, int] = {}
-    """By host, the epoch of the last step that it did in this life."""
+    """By host, the epoch of the last step in its present life."""
     for event in events:
         host = str(event[2])
         if event[1:3] == ("fault", "start"):
@@ -221,7 +222,8 @@ def _beginnings(events: Sequence[Event]) -> dict[int, tuple[int, int]]:
 
 
 def errors_are_ours(evidence: Evidence) -> Iterator[str]:
-    """A machine that cannot go on says why; none ends with an error of Python's, and none is lost on the way."""
+    """A machine that cannot go on reports the reason. None ends with a Python error of another library, and no
+    task's error goes unretrieved."""
     for host, result in evidence.results.items():
         if isinstance(result, BaseException) and not isinstance(result, HcsimError) and not _was_stopped(result):
             yield f"{host} ended with {result!r}"
@@ -247,7 +249,7 @@ def _names(text: str, machine: str) -> bool:
 
 
 def views_name_a_machine(evidence: Evidence) -> Iterator[str]:
-    """Whoever is told of a new view is told which machine it is about, also where what failed was an operation."""
+    """Each message about a new view names the machine that caused it, also where an operation failed."""
     for said in evidence.said:
         match = _TOLD_VIEW.fullmatch(said.text)
         if match is not None and not any(_names(match[3], name) for name in evidence.names):
@@ -255,14 +257,14 @@ def views_name_a_machine(evidence: Evidence) -> Iterator[str]:
 
 
 def departures_are_named(evidence: Evidence) -> Iterator[str]:
-    """Whoever is not in the next view is named where members are told why there is one."""
+    """The message about a new view names each member that is no longer in it."""
     started_s: dict[str, list[float]] = {}
     for event in evidence.events:
         if event[1:3] == ("fault", "start"):
             started_s.setdefault(str(event[3]).partition(" ")[0], []).append(int(event[0]) / 1e9)
 
     def life(host: str, time_s: float) -> tuple[str, int]:
-        """One that was started anew is told nothing of the views of its earlier life."""
+        """Identify a life of a host: a restarted one receives no messages about the views of its earlier life."""
         return host, sum(each_s <= time_s for each_s in started_s.get(host, ()))
 
     follows = {
@@ -286,9 +288,10 @@ def departures_are_named(evidence: Evidence) -> Iterator[str]:
 
 
 def the_innocent_stay(evidence: Evidence) -> Iterator[str]:
-    """Where one machine alone is at fault, no other one is left out of the views of three or more.
+    """If a single machine is faulty, no other one is left out of a view of three or more.
 
-    Only where what is wrong with it can be seen by all others: with two machines nobody can know which one is sick."""
+    This is checked only where all others can observe the fault. With two machines, neither can know which one
+    is faulty."""
     guilty = _only_culprit(evidence.scenario.faults)
     if guilty is None or len(evidence.names) < 3:
         return
@@ -320,15 +323,15 @@ def _only_culprit(faults: Sequence[AnyFault]) -> str | None:
 # Resources.
 
 DIALS = 16
-"""Announced addresses that are called at once; see docs/howto/cluster.md."""
+"""Announced addresses that are dialled concurrently; see docs/howto/cluster.md."""
 LINES_PER_MINUTE = 120
 TASKS_PER_MEMBER = 40
 BUFFERED_BYTES = (4 << 20) + (64 << 10)
-"""For each member: a window's worth while a link is measured, and a little more."""
+"""Per member: one window while a link is measured, and a small margin."""
 
 
 def descriptors_are_bounded(evidence: Evidence) -> Iterator[str]:
-    """Connections grow with the members, and with nothing else."""
+    """The number of connections depends on the number of members only."""
     most = DIALS + 8 * len(evidence.names)
     for host, used in evidence.usage.items():
         if used.descriptors > most:
@@ -336,7 +339,7 @@ def descriptors_are_bounded(evidence: Evidence) -> Iterator[str]:
 
 
 def tasks_are_bounded(evidence: Evidence) -> Iterator[str]:
-    """So do tasks."""
+    """The number of tasks depends on the number of members only."""
     most = 2 * DIALS + TASKS_PER_MEMBER * len(evidence.names)
     for host, used in evidence.usage.items():
         if used.tasks > most:
@@ -344,9 +347,10 @@ def tasks_are_bounded(evidence: Evidence) -> Iterator[str]:
 
 
 def buffers_are_bounded(evidence: Evidence) -> Iterator[str]:
-    """What the connections of a machine hold is little, as the model is.
+    """The bytes buffered in a machine's connections are bounded.
 
-    One window more than there are members: what was under way to a machine when it stopped reading still arrives."""
+    The bound has one window more than there are members: data in flight to a machine that stops reading still
+    arrives."""
     most = BUFFERED_BYTES * (1 + len(evidence.names))
     for host, used in evidence.usage.items():
         if used.buffered_bytes > most:
@@ -354,7 +358,7 @@ def buffers_are_bounded(evidence: Evidence) -> Iterator[str]:
 
 
 def lines_are_bounded(evidence: Evidence) -> Iterator[str]:
-    """What a machine tells its people in any minute can be read in that minute."""
+    """The number of status messages per minute is small enough to read."""
     recent: dict[str, list[float]] = {}
     told: dict[str, None] = {}
     for said in evidence.said:
@@ -371,9 +375,9 @@ def lines_are_bounded(evidence: Evidence) -> Iterator[str]:
 
 
 def the_core_makes_progress(evidence: Evidence) -> Iterator[str]:
-    """In the liveness phase there is a step now and then, until the end; of the core, or who may stand in for it.
+    """In the liveness phase, steps go on until the end, on the core or on a machine that may stand in for it.
 
-    A step counts that one of them took over from others: it may be let in when these have done the last one."""
+    A step that a member takes over from others counts: it may be admitted after they have done the last one."""
     phases, able = evidence.phases, _able(evidence)
     if evidence.excused:
         return
@@ -403,9 +407,10 @@ _GONE = re.compile(r"([\w-]+) has gone: .*")
 
 
 def the_departed_are_not_waited_for(evidence: Evidence) -> Iterator[str]:
-    """Nobody waits out a deadline for a machine that has said goodbye to it, unless that one has come back.
+    """No member waits out a deadline for a machine that has announced its departure, unless that machine has come
+    back.
 
-    A machine that is held, by its disk for instance, can end nothing before it goes on."""
+    A machine that is held up, for example by its disk, cannot end its waits before it goes on."""
     gone_s: dict[tuple[str, str], float] = {}
     thawed_s: dict[str, float] = {}
     for said in evidence.said:
@@ -432,11 +437,12 @@ def the_departed_are_not_waited_for(evidence: Evidence) -> Iterator[str]:
 
 
 def the_core_comes_to_the_end(evidence: Evidence) -> Iterator[str]:
-    """All machines of the core that nothing lasting concerns have trained to the end, and hold the same; one of the
-    core where a sick one has come to the end, too (see `phases`).
+    """All machines of the core that no lasting fault concerns train to the end and hold the same parameters. If a
+    sick machine has finished, one machine of the core is enough (see `phases`).
 
-    One whose replica differs from the others' has ended with `Diverged`: where a machine sends noise for numbers,
-    nothing shows it but that. Where any side of a split may go on, those that ended while it lasted hold their own."""
+    A machine whose replica differs from the others' ends with `Diverged`. This is the only sign of a machine
+    that sends noise. Where any side of a split may go on, machines that ended during the split may hold
+    parameters of their own."""
     if evidence.excused:
         return
     phases, steps = evidence.phases, evidence.training.steps
@@ -455,8 +461,8 @@ def the_core_comes_to_the_end(evidence: Evidence) -> Iterator[str]:
 
 
 def _ended_apart(host: str, evidence: Evidence) -> bool:
-    """Whether it may have ended where not all others were in sight, as any side may where the quorum says so: before
-    everything was well, or together with a sick machine, which others of the core need not reach."""
+    """Return whether the host may have ended without all others in sight, where the quorum permits it: before the
+    liveness phase, or in a view with a sick machine, which others of the core need not reach."""
     phases, apart = evidence.phases, False
     ended_s = max((time_s for time_s, who in evidence.left if who == host), default=evidence.limit_s)
     for time_ns, _, who, _, _, _, members in evidence.of_kind("view", 4):
@@ -466,8 +472,8 @@ def _ended_apart(host: str, evidence: Evidence) -> bool:
 
 
 def _able(evidence: Evidence) -> Sequence[str]:
-    """Who may go on for the core. If that is a single machine, a sick one may go on in its place: nobody can know which
-    of two is the reason that they cannot work together."""
+    """Return the machines that may go on for the core. If the core is a single machine, a sick one may replace it:
+    of two machines that cannot work together, neither can be identified as the cause."""
     return evidence.phases.core if len(evidence.phases.core) > 1 else evidence.names
 
 

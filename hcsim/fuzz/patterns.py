@@ -1,12 +1,12 @@
-"""Faults that belong together: all at once, one machine after another, again and again, or soon after an earlier one.
+"""Patterns of related faults: all at once, one machine after another, repeated, or soon after an earlier one.
 
-Faults that are drawn each by itself are seldom a power cut, and seldom meet. But what a protocol does is chosen by what
-happened a moment ago, and how many machines it happened to: a checkpoint is only needed where all machines lost their
-memory, a machine is only alone where all others have gone, and a view that is being formed is only disturbed by what
-strikes within a second or two. So some seeds are drawn as such patterns, and in some all faults come in a bunch.
+Independent faults seldom amount to a power cut, and seldom coincide. But a protocol's behaviour depends on
+recent events and on how many machines they concern. A checkpoint is only needed where all machines lost
+their memory, a machine is only alone where all others have gone, and the formation of a view is only
+disturbed by faults within a second or two. So some seeds draw such patterns, and in some all faults come in
+a bunch.
 
-None of these faults makes a machine forget. With the kinds that are drawn besides, it may: then so few do that the
-others are a majority.
+None of these faults makes a machine forget. Faults that are drawn in addition may, but only on a minority.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ Pattern: TypeAlias = Callable[[Draw, Scenario], list[Group]]
 
 INSTANT_S = Seconds(1e-3)
 FORMING_S = 4.0
-"""Within so long after a loss was noticed, the next view is formed, and whoever comes is taken in."""
+"""The time after the detection of a loss in which the next view forms and newcomers are admitted."""
 ROUND_TRIPS = 10
-"""And so many round trips on top of that."""
+"""The number of round trips added to `FORMING_S`."""
 CONDITIONS = ("clock_jump", "clock_jump", "clock_drift", "link_change", "datagrams", "slow_disk", "throttle")
 EARLY = 0.3
-"""When conditions begin, as a share of when they would if they were drawn as all else."""
+"""The start of conditions, as a share of the start that an ordinary draw gives."""
 CULPRITS_KINDS = (*5 * ("misbehave",), "stuck_device", "blocked_port", "pause", "lid", "restart")
 
 
 def draw_groups(draw: Draw, kinds: Sequence[str], wanted: int) -> list[Group]:
-    """So many groups of faults of these kinds; fewer where they cannot happen."""
+    """Return the wanted number of groups of faults of these kinds, or fewer where they cannot happen."""
     groups = (tuple(draw_faults(draw, kinds, 1)) for _ in range(wanted))
     return [group for group in groups if group]
 
 
 def bunched(draw: Draw, groups: Sequence[Group], home: Scenario) -> list[Group]:
-    """The same faults in the same order, each while the cluster deals with the one before."""
+    """Return the same faults in the same order, each moved to strike while the cluster handles the one before."""
     moved: list[Group] = []
     for group in sorted(groups, key=_start_s):
         before = moved[-1] if moved else None
@@ -51,7 +51,7 @@ def bunched(draw: Draw, groups: Sequence[Group], home: Scenario) -> list[Group]:
 
 
 def _soon_after(draw: Draw, group: Group, home: Scenario) -> float:
-    """Just as these faults strike or end, as the others notice, or as they draw consequences."""
+    """Return a time just as these faults strike or end, as the others detect them, or as the others react."""
     rng, notice_s = draw.rng, _notice_s(home)
     fault = rng.choice(group)
     struck_s = rng.choice((fault.at_s, fault.at_s, fault.over_s))
@@ -61,7 +61,7 @@ def _soon_after(draw: Draw, group: Group, home: Scenario) -> float:
 
 
 def _notice_s(home: Scenario) -> float:
-    """How long a silent machine takes to be missed."""
+    """Return the time until a silent machine is suspected."""
     return (home.cluster or Cluster()).beat.timeout_s
 
 
@@ -86,8 +86,8 @@ def _rounded(time_s: float) -> Seconds:
 
 
 def conditions(draw: Draw, home: Scenario) -> list[Group]:
-    """What is not as it should be from early on, for what strikes later to meet: a clock that was set (of one machine,
-    or by a time server of all), a slow network or disk, announcements that get lost."""
+    """Draw conditions that hold from early on, for later faults to meet: a wrong clock (of one machine, or of all
+    after a time server's change), a slow network or disk, lost announcements."""
     groups: list[Group] = []
     for group in draw_groups(draw, CONDITIONS, draw.rng.choice((1, 1, 2))):
         group = _moved(group, EARLY * _start_s(group))
@@ -102,8 +102,8 @@ def conditions(draw: Draw, home: Scenario) -> list[Group]:
 
 
 def outages(draw: Draw, home: Scenario) -> list[Group]:
-    """The power fails: all machines, or many, go down at a moment and come back with what they had saved, at once or
-    one by one. It may fail again soon."""
+    """Draw a power failure: all machines, or many, go down at the same moment and come back with what they had
+    saved, at once or one by one. It may happen again soon."""
     rng, names = draw.rng, draw.names
     at_s, _ = draw.span()
     groups: list[Group] = []
@@ -121,7 +121,7 @@ def outages(draw: Draw, home: Scenario) -> list[Group]:
 
 
 def attrition(draw: Draw, home: Scenario) -> list[Group]:
-    """One machine after another goes, until one is left. That one is started anew, and the others may come back."""
+    """Stop one machine after another until one is left. That one is restarted, and the others may come back."""
     rng = draw.rng
     at_s, _ = draw.span()
     *going, last = rng.sample(draw.names, len(draw.names))
@@ -141,8 +141,8 @@ def attrition(draw: Draw, home: Scenario) -> list[Group]:
 
 
 def churn(draw: Draw, home: Scenario) -> list[Group]:
-    """Somebody starts, ends or kills the program again and again, also while the others take that machine in or let it
-    go. On a slow network both take longer. At times it stays away until the others have lost patience."""
+    """Repeatedly start, end or kill the program on a machine, also while the others admit that machine or remove
+    it. On a slow network both take longer. Sometimes it stays away until the others have given it up."""
     rng = draw.rng
     begun_s = _rounded(EARLY * draw.span()[0])
     latency_s, patience_s = rng.choice((0.0, 0.1, 0.3, 0.3)), (home.training or Training()).timeout_s
@@ -166,8 +166,8 @@ def churn(draw: Draw, home: Scenario) -> list[Group]:
 
 
 def culprit(draw: Draw, home: Scenario) -> list[Group]:
-    """All is well but one machine, with which one thing is wrong or a few are, for good or now and then: where more is
-    wrong, nobody can say whether the others found the right one."""
+    """Draw one or a few faults of a single machine, lasting or recurring, with no other faults. With more faulty
+    machines, it would be unknown whether the others identified the right one."""
     rng, name = draw.rng, draw.node()
     wanted, lasts = rng.choice((1, 1, 2, 3)), rng.random() < 0.6
     groups: list[Group] = []

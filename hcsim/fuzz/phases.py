@@ -1,49 +1,54 @@
-"""The two phases of a run: in the first anything may be wrong, in the second enough is well for good.
+"""The two phases of a run: in the first anything may fail, in the second enough machines are well for good.
 
-A schedule alone says what may be asked of a cluster, so a file of faults is all that a replay needs.
+The schedule alone determines what may be required of a cluster, so a file of faults is all that a replay
+needs.
 
-**Safety.** Until the last fault has struck and the last that ends has ended, anything in the model may be wrong. What
-must never happen (two views of one epoch, unlike replicas, a lost or doubled step) must not happen; that there is
-progress is not asked.
+**Safety.** Until the last fault has struck and the last temporary one has ended, any fault of the model may
+occur. Safety must hold: no two views of one epoch, no unlike replicas, no lost or doubled step. Progress is
+not required.
 
-**Liveness.** From then on nothing changes any more: what is broken now is broken for good. `breaks` says of each such
-fault which nodes it breaks: a machine that is stuck, full, blocked or lying; of two that cannot talk to each other,
-either. A smallest set of nodes with one of each of these pairs is called *sick*, and the others are the *core*: each of
-them is a whole machine, with disk and descriptors, and each two reach each other. Whether the core can go on without
-the sick depends on the views of that moment, so it is read from the trace (`excuse`):
+**Liveness.** From then on nothing changes any more: what is broken now is broken for good. `breaks` returns
+the nodes that each such fault breaks: a machine that is stuck, full, blocked or lying; of two that cannot
+communicate, either. A smallest set of nodes with one of each of these pairs is called *sick*, and the
+others are the *core*. Each machine of the core works fully, with disk and descriptors, and every two reach
+each other. Whether the core can go on without the sick depends on the views of that moment, so it is read
+from the trace (`excuse`):
 
-    quorum      A view decides its successor. So of the newest view of a lineage, those members of the core that have
-                not lost their memory must be enough by the rule (majority: more than half; tiebreak: or half with the
-                leader; any: one). The sick ones may vote too, but need not.
+    quorum      A view decides its successor. So in the newest view of a lineage, those members of the core that have
+                not lost their memory must satisfy the rule (majority: more than half; tiebreak: or half with the
+                leader; any: one). The sick members may vote too, but need not.
     the model   One member of the core has it in memory, or no sick member of that view may still have it.
-    forming     Work begins with `nodes` members at once. So either it has begun in a lineage that a member of the core
-                is in, or the core has as many. Where all of the core were left out of that lineage, those who are in it
-                alone can let them in again; that may happen as the last fault is noticed.
-    ending      A machine that has come to the end is not there any more for one that is started after that. Nor is it
-                for one that was broken until then, if it has waited as long as members do at the end: nobody can know
-                that something will end, and it may not wait for ever. Nor is one that has ended since replicas differ,
-                as they may where a machine sends noise for numbers.
-    strategy    Any member of a view may be its first, which has the parameter server, and the standby is the second.
-                All of the core can be either, so nothing further is needed, whichever strategy.
+    forming     Work begins with `nodes` members at once. So either it has begun in a lineage with a member of the
+                core, or the core has that many. If all of the core were left out of that lineage, only its members
+                can admit them again; that may happen as the last fault is detected.
+    ending      A machine that has finished is gone for one that starts later. It is also gone for one that was
+                broken until then, if it has waited as long as members do at the end: it cannot know that a fault
+                will end. A machine is gone, too, if it has ended because replicas differ, as they may where a
+                machine sends noise.
+    strategy    Any member of a view may be its first, which has the parameter server, and the standby is the
+                second. All of the core can be either, so no strategy needs anything further.
 
-A fault of one frame strikes when there is such a frame, which may be long after its time. If that is after the last
-step, whoever it keeps from the final model may find that the others have gone: nothing is asked then.
+A fault of one frame strikes when there is such a frame, which may be long after its time. If that is after
+the last step, a machine that misses the final model because of it may find the others gone: nothing is
+required then.
 
-Where this holds, training must come to its end on all machines of the core that no lasting fault touches, and on one
-machine at least. One is enough where a sick machine came to the end, too: it can work with some, and the others, which
-it cannot work with, were left out in its place, since two that cannot work together look alike. If the core is a
-single machine, any machine is enough, for the same reason. Where this does not hold, the run is *excused* from that:
-members wait, and must still not disagree.
+If these conditions hold, training must finish on all machines of the core that no lasting fault touches,
+and on at least one machine. One is enough if a sick machine finished: it can work with some members, and
+those that it cannot work with were left out instead of it, since two that cannot work together look alike.
+If the core is a single machine, any machine is enough, for the same reason. Otherwise the run is *excused*
+from liveness: members wait, and safety must still hold.
 
-Where any side of a split may go on (`quorum = "any"`, see docs/howto/cluster.md), machines of the core end with the
-same parameters if they end after that moment and without a sick machine in their last view: those they see, and so they
-are one cluster or ask to be. Whoever ended before, or with a machine that others do not reach, may hold its own.
+Where any side of a split may go on (`quorum = "any"`, see docs/howto/cluster.md), machines of the core must
+end with the same parameters if they end after that moment and without a sick machine in their last view:
+they see each other, so they are one cluster or ask to be. A machine that ended earlier, or with a machine
+that others do not reach, may hold parameters of its own.
 
-How long it may take follows from what is configured. A sick member that is alive costs a view each time that it is let
-in: until a deadline passes (`timeout`, or the heartbeats'), until all have told what their checks found, and until the
-next view begins. Three such rounds are enough for the pair that cannot work together, for the check, and for leaving
-one out in turn (`cluster.diagnosis`). Then it is in quarantine, and when it comes back, that costs the same once more;
-several sick members may come back one after the other. So between two steps there are at most `patience_s` seconds.
+The time limit follows from the configuration. Each admission of a live sick member costs a view: until a
+deadline passes (`timeout`, or the heartbeats'), until all members have reported the results of their
+checks, and until the next view begins. Three such rounds are enough for the pair that cannot work together,
+for the check, and for leaving one out in turn (`cluster.diagnosis`). Then it is in quarantine, and its
+return costs the same once more; several sick members may come back one after the other. So at most
+`patience_s` seconds pass between two steps.
 """
 
 from __future__ import annotations
@@ -76,31 +81,30 @@ from hcsim.config import (
 )
 
 ROUNDS = 3
-"""Views that a sick member may break before it is left out."""
+"""The number of views that a sick member may break before it is left out."""
 GRACE_S = 5.0
-"""A view may be decided as the last fault strikes, and be known a moment later."""
+"""A view may be decided as the last fault strikes, and become known slightly later."""
 BENIGN_LOSS, BENIGN_DELAY_S, BENIGN_LATENCY_S, BENIGN_RATE_BPS = 0.5, 2.0, 0.05, 1e7
-"""What a network may do for good, and members still find each other and train."""
+"""Lasting impairments of a network under which members still find each other and train."""
 
 Broken: TypeAlias = tuple[str, ...]
-"""Nodes of which one at least cannot be in the core; none: there is no core at all."""
+"""Nodes of which at least one cannot be in the core. Empty: there is no core at all."""
 
 
 class Phases(msgspec.Struct, frozen=True):
-    """What may be asked of a run, and from when on."""
+    """What may be required of a run, and from what time on."""
 
     liveness_s: float
-    """When nothing changes any more."""
+    """The time after which nothing changes any more."""
     sick: tuple[str, ...]
     core: tuple[str, ...]
     untouched: tuple[str, ...]
     """Members of the core that no lasting fault concerns."""
     patience_s: float
-    """The longest time without a step, in the liveness phase."""
+    """The longest time without a step in the liveness phase."""
 
 
 def phases_of(scenario: Scenario) -> Phases:
-    """The phases of a run of this scenario."""
     names = [node.name for node in scenario.nodes]
     edges = list(_breakages(scenario.faults))
     sick = _smallest_cover(edges, names)
@@ -116,14 +120,14 @@ def phases_of(scenario: Scenario) -> Phases:
 
 
 def patience_s(cluster: Cluster, training: Training, sick: int) -> float:
-    """How long the core may take from one step to the next, with so many sick members."""
+    """Return the time limit of the core from one step to the next, with this number of sick members."""
     notice_s = max(training.timeout_s, cluster.beat.timeout_s)
     next_view_s = CHECKS_S + FINDINGS_S + ASTRAY_S + DEPARTED_S + 4 * PATIENCE_S + cluster.connection_timeout_s
     return ROUNDS * (1 + sick) * (notice_s + next_view_s)
 
 
 def breaks(fault: AnyFault) -> list[Broken]:
-    """What the fault breaks for good, by itself: see the top of this file."""
+    """Return what the fault alone breaks for good: see the module's documentation."""
     if isinstance(fault, Crash | Leave):
         return [(fault.node,)]
     if not fault.is_for_good or isinstance(fault, Stranger):  # who has to do without effect
@@ -160,7 +164,8 @@ def _starts_again(fault: Crash | Leave | Pause, faults: Sequence[AnyFault]) -> b
 
 
 def _smallest_cover(edges: Sequence[Broken], names: Sequence[str]) -> tuple[str, ...]:
-    """A smallest set of nodes that has one of each; among several one of the most concerned."""
+    """Return a smallest set of nodes with one of each edge; among several, one whose nodes occur in the most
+    edges."""
     degree = {name: sum(name in edge for edge in edges) for name in names}
     order = sorted(names, key=lambda name: -degree[name])
     for size in range(len(names) + 1):
@@ -171,18 +176,18 @@ def _smallest_cover(edges: Sequence[Broken], names: Sequence[str]) -> tuple[str,
 
 
 class Sighting(msgspec.Struct, frozen=True):
-    """A view that a host has adopted."""
+    """The adoption of a view by a host."""
 
     time_s: float
     host: str
     lineage: str
     epoch: int
     members: tuple[str, ...]
-    """Their names, by rank."""
+    """The members' names, by rank."""
 
 
 class Work(msgspec.Struct, frozen=True):
-    """A host begins to work in a view."""
+    """The beginning of a host's work in a view."""
 
     time_s: float
     host: str
@@ -190,28 +195,28 @@ class Work(msgspec.Struct, frozen=True):
 
 
 class Lives(msgspec.Struct, frozen=True):
-    """What the trace says of the lives of the hosts."""
+    """The records of the hosts' lives in the trace."""
 
     views: Sequence[Sighting]
     """In the order of time."""
     worked: Sequence[Work]
     """In the order of time."""
     started_s: Mapping[str, float]
-    """When hosts were last started anew."""
+    """The time of each host's last restart."""
     forgot_s: Mapping[str, float]
-    """When hosts last lost their memory on disk."""
+    """The time of each host's last loss of its memory on disk."""
     ended_s: Mapping[str, float] = {}
-    """When hosts last came to the end, or left before it."""
+    """The time at which each host last finished, or left before the end."""
     diverged: Sequence[str] = ()
-    """Hosts that ended since replicas differ, as they may where a machine sends noise."""
+    """Hosts that ended because replicas differ, as they may where a machine sends noise."""
     done_s: float = float("inf")
-    """When somebody had done the last step."""
+    """The time at which a host first finished the last step."""
     struck_s: float = 0.0
-    """When a fault last struck that had waited for a frame."""
+    """The time of the last fault that had waited for a frame."""
 
 
 def excuse(phases: Phases, cluster: Cluster, lives: Lives) -> str:
-    """Why the core need not finish, as the views of the moment show; empty: it must."""
+    """Return why the core need not finish, given the views of the moment; empty: it must."""
     phases = _without_those_who_ended(phases, lives)
     if not phases.core:
         return "nothing is left that could go on"
@@ -234,8 +239,9 @@ def excuse(phases: Phases, cluster: Cluster, lives: Lives) -> str:
 
 
 def _without_those_who_ended(phases: Phases, lives: Lives) -> Phases:
-    """Without the machines of the core that ended since replicas differ, or that had come to the end before another
-    one of it was last started, or before all was well, although they waited after the last step."""
+    """Return the phases without machines of the core that ended because replicas differ, or that had finished
+    before another one of it was last started, or before the liveness phase although they waited after the last
+    step."""
     last_s = max((lives.started_s.get(name, 0.0) for name in phases.core), default=0.0)
     done = [n for n in phases.core if lives.started_s.get(n, 0.0) < lives.ended_s.get(n, last_s) < last_s]
     waited = [n for n in phases.core if lives.done_s + LAST_CALL_S <= lives.ended_s.get(n, 0.0) < phases.liveness_s]
@@ -247,7 +253,7 @@ def _without_those_who_ended(phases: Phases, lives: Lives) -> Phases:
 
 
 def _has_begun(lineage: str, lives: Lives, until_s: float) -> bool:
-    """Whether anybody has worked in this lineage, or in one that it branched from."""
+    """Return whether any host has worked in this lineage, or in one that it branched from."""
     lineages = {(view.host, view.epoch): view.lineage for view in lives.views}
     return any(
         f"{lineage}/".startswith(f"{lineages[work.host, work.epoch]}/")
@@ -257,7 +263,7 @@ def _has_begun(lineage: str, lives: Lives, until_s: float) -> bool:
 
 
 def _knows(host: str, view: Sighting, lives: Lives, until_s: float) -> bool:
-    """Whether the host still has on its disk what it promised as a member of that view."""
+    """Return whether the host's disk still has its promises as a member of that view."""
     forgot_s = lives.forgot_s.get(host)
     return forgot_s is None or any(
         each.host == host and (each.lineage, each.epoch) == (view.lineage, view.epoch)
@@ -267,7 +273,7 @@ def _knows(host: str, view: Sighting, lives: Lives, until_s: float) -> bool:
 
 
 def _owners_of_the_model(view: Sighting, phases: Phases, lives: Lives, until_s: float) -> list[str]:
-    """The sick members of a view that have to be waited for, as nobody of the core has the model in memory."""
+    """Return the sick members of a view that are needed because no member of the core has the model in memory."""
     until = [work for work in lives.worked if work.time_s <= until_s]
     has_it = [work.host for work in until if work.time_s >= lives.started_s.get(work.host, 0.0)]
     worked = [work.host for work in until]
@@ -279,7 +285,8 @@ def _owners_of_the_model(view: Sighting, phases: Phases, lives: Lives, until_s: 
 def _known(
     views: Sequence[Sighting], core: Sequence[str], until_s: float
 ) -> tuple[Mapping[str, str], Mapping[str, Sighting]]:
-    """By host of the core, its lineage at that time; by lineage, the newest view that anybody knew."""
+    """Return, by host of the core, its lineage at that time; and by lineage, the newest view that any of them
+    knew."""
     ours: dict[str, str] = {}
     newest: dict[str, Sighting] = {}
     for view in views:

@@ -1,4 +1,4 @@
-"""A run in words: who did what, and when; and a file that has it beside the scenario."""
+"""A run as a timeline, and the file of a finding: its scenario with the violations as comments."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from hcsim.fuzz.trial import gather
 from hcsim.training.run import Report
 
 _LONGEST = 60
-"""Lines of a timeline: what is left out is in the middle."""
+"""The number of lines of a timeline. Lines in the middle are omitted."""
 
 
 def write_finding(scenario: Scenario, breaches: Sequence[Breach], invariant: str) -> str:
-    """The scenario's file, with what is wrong with its run as comments on top."""
+    """Return the scenario's file with the violations of its run as comments at the top."""
     evidence, _, _ = gather(scenario)
     found = [breach for breach in breaches if breach.invariant == invariant] or list(breaches)
     lines = [f"breaks {invariant}: {found[0].what if found else ''}", "", "What happens:"]
@@ -26,7 +26,7 @@ def write_finding(scenario: Scenario, breaches: Sequence[Breach], invariant: str
 
 
 def timeline(evidence: Evidence) -> list[str]:
-    """What happened, in the order of time; hosts that say the same are named together."""
+    """Return the events in the order of time. Hosts with the same message are combined."""
     lines: list[str] = []
     moments = sorted([*_faults(evidence), *_words(evidence), *_steps(evidence)], key=lambda each: each[0])
     for number, (time_s, who, what) in enumerate(moments):
@@ -70,7 +70,6 @@ def _faults(evidence: Evidence) -> Iterator[tuple[float, str, str]]:
 
 
 def in_words(fault: AnyFault) -> str:
-    """A fault on one line."""
     given = [line for line in write_faults([fault]).splitlines()[1:] if line]
     kind, values = given[0].partition(" = ")[2].strip('"'), [line for line in given[1:] if not line.startswith("at ")]
     ends = "" if not fault.is_for_good else " for good"
@@ -78,7 +77,8 @@ def in_words(fault: AnyFault) -> str:
 
 
 def _words(evidence: Evidence) -> Iterator[tuple[float, str, str]]:
-    """Those who say the same within a moment, together."""
+    """Yield messages, failed views and accusations. Hosts that send the same message in the same second are
+    combined."""
     groups: dict[tuple[int, str], tuple[float, dict[str, None]]] = {}
     for said in evidence.said:
         _, hosts = groups.setdefault((int(said.time_s), said.text), (said.time_s, {}))
@@ -93,7 +93,7 @@ def _words(evidence: Evidence) -> Iterator[tuple[float, str, str]]:
 
 
 def _steps(evidence: Evidence) -> Iterator[tuple[float, str, str]]:
-    """The first step, the last one, and those around a pause."""
+    """Yield the first step, the last one, and those before and after a pause."""
     done, before_s = 0, 0.0
     for each in evidence.steps:
         if each.step <= done:

@@ -1,7 +1,8 @@
-"""Many seeds on all cores, one record of them that is only appended to, and what was found.
+"""A parallel search over many seeds: an append-only record of its trials, and its findings.
 
-Each line of the record is one seed's trial, written when it is over: a search that is interrupted goes on with the
-seeds that are missing. The first line says which generator drew the seeds; another one draws other scenarios.
+Each line of the record is one seed's trial, written when the trial is over, so an interrupted search
+resumes with the seeds that are missing. The first line identifies the generator of the scenarios; another
+generator draws others.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from hcsim.workers import starting
 T = TypeVar("T")
 
 LONGEST_S = 600.0
-"""Of the real time: a trial that takes longer does not end."""
+"""Real time. A trial that takes longer is counted as one that does not end."""
 
 
 class Finding(msgspec.Struct, frozen=True):
@@ -43,17 +44,16 @@ class Finding(msgspec.Struct, frozen=True):
     faults: int
     steps: int
     runs: int
-    """That it took to make it small."""
+    """The number of runs that shrinking took."""
     text: str
-    """The file."""
 
 
 class _TooLong(SystemExit):
-    """The simulated loop passes this on, as it does a person's interrupt."""
+    """The simulated event loop does not catch this, as it does not catch a `KeyboardInterrupt`."""
 
 
 def judge(seed: int) -> Trial:
-    """What comes of a seed; a simulator that fails or does not end is a finding too."""
+    """Return the trial of a seed. A simulator that fails or does not end is a finding too."""
 
     def too_long(number: int, frame: FrameType | None) -> None:
         raise _TooLong
@@ -79,7 +79,6 @@ def _failed(seed: int, why: str) -> Trial:
 
 
 def reduce(seed: int, invariant: str) -> Finding:
-    """Make the scenario of a seed small."""
     shrunk = shrink(scenario_of(seed), invariant)
     small = shrunk.scenario
     text = write_finding(small, run_trial(small).breaches, invariant)
@@ -88,7 +87,7 @@ def reduce(seed: int, invariant: str) -> Finding:
 
 
 class Pool:
-    """Processes that judge seeds and reduce findings; with one worker it is this process that does."""
+    """Processes that run trials and shrink findings. With one worker, the current process does the work."""
 
     def __init__(self, workers: int) -> None:
         self._workers = workers
@@ -107,7 +106,7 @@ class Pool:
         self._pool.shutdown(cancel_futures=True)
 
     def judged(self, seeds: Iterator[int]) -> Iterator[Trial]:
-        """Trials as they come to an end; no more seeds are taken than can be worked on."""
+        """Yield trials as they finish. Seeds are taken only as fast as workers are free."""
         if self._pool is None:
             yield from map(judge, seeds)
             return
@@ -130,7 +129,7 @@ class Pool:
                 future.cancel()
 
     def reduced(self, wanted: list[tuple[int, str]]) -> Iterator[Finding]:
-        """Small scenarios for these seeds and invariants, as they are found."""
+        """Yield small scenarios for these seeds and invariants, as they are found."""
         if self._pool is None:
             yield from (reduce(seed, invariant) for seed, invariant in wanted)
             return
@@ -150,7 +149,7 @@ class Pool:
 
 
 class Record:
-    """The trials of a search in a file, one in a line."""
+    """The trials of a search in a file, one per line."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -179,7 +178,6 @@ class Record:
         self.trials = {trial.seed: trial for trial in trials}
 
     def add(self, trial: Trial) -> None:
-        """One more is done."""
         self.trials[trial.seed] = trial
         self._write(msgspec.json.encode(trial))
 
@@ -191,18 +189,16 @@ class Record:
             raise ConfigError(f"{self._path}: cannot be written: {error.strerror}") from None
 
     def close(self) -> None:
-        """No more."""
         self._file.close()
 
 
 def generator() -> str:
-    """What tells generators apart: what they draw."""
+    """Return an identifier of the generator, derived from the scenarios that it draws."""
     drawn = "".join(write_scenario(scenario_of(seed)) for seed in range(8))
     return hashlib.sha256(drawn.encode()).hexdigest()[:16]
 
 
 def save_finding(folder: Path, finding: Finding) -> Path:
-    """Write a finding's file; where."""
     path = folder / f"{finding.invariant}-seed-{finding.seed}.toml"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -213,5 +209,4 @@ def save_finding(folder: Path, finding: Finding) -> Path:
 
 
 def cores() -> int:
-    """How many processes can work at once."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,10 +1,11 @@
-"""From a scenario that breaks an invariant to a small one that breaks the same.
+"""Shrinks a scenario that breaks an invariant to a small one that breaks the same invariant.
 
-Delta debugging (Zeller and Hildebrandt, 2002), greedily: a smaller scenario takes the place of the one before if it
-still breaks *the same* invariant; another one would be another defect. Faults go first, in halves and then one by one,
-since each makes all else simpler; then machines, with the faults that concern them; then steps, since they are time;
-then parameters become what they are by default; then faults become simpler, earlier and shorter. When a whole round
-changes nothing, or the runs are used up, that is it.
+Greedy delta debugging (Zeller and Hildebrandt, 2002): a smaller scenario replaces the present one if it
+still breaks *the same* invariant; another invariant would be another defect. Faults are removed first, in
+halves and then one by one, since each makes the rest simpler. Then machines are removed, with the faults
+that concern them, and then steps, which take time. Then parameters are reset to their defaults. Last,
+faults become simpler, earlier and shorter. The search ends when a whole round changes nothing, or when the
+runs are used up.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from hcsim.units import BitRate, Seconds
 MOST_RUNS = 150
 Breaks: TypeAlias = Callable[[Scenario], bool]
 Pass: TypeAlias = Callable[[Scenario], Iterator[Scenario]]
-"""Smaller scenarios, the smallest first; when one is taken, the pass begins anew with it."""
+"""Yields smaller scenarios, the smallest first. When one is accepted, the pass starts again with it."""
 
 _WIRED = Ethernet("switch", BitRate(1e9))
 _PLAIN_TRAINING = {"strategy": "ddp", "compressor": "none", "algorithm": "auto", "batch": 4}
@@ -43,16 +44,16 @@ _PLAIN_CLUSTER = ("peer_timeout_s", "connection_timeout_s", "settle_s", "checkpo
 
 
 class Shrunk(msgspec.Struct, frozen=True):
-    """What is left."""
+    """The result of shrinking."""
 
     scenario: Scenario
     runs: int
     is_minimal: bool
-    """Whether nothing could be made smaller any more; otherwise the runs were used up."""
+    """Whether no further reduction was possible; otherwise the runs were used up."""
 
 
 def shrink(scenario: Scenario, invariant: str, most_runs: int = MOST_RUNS, breaks: Breaks | None = None) -> Shrunk:
-    """The smallest that was found, of the scenarios that break the same invariant."""
+    """Return the smallest scenario found that breaks the same invariant."""
     return _Shrinker(breaks or (lambda one: invariant in run_trial(one).broken), most_runs).shrink(scenario)
 
 
@@ -71,7 +72,7 @@ class _Shrinker:
         return Shrunk(scenario, self._most - self._left, self._left > 0)
 
     def _through(self, smaller: Pass, scenario: Scenario) -> Scenario:
-        """Take what a pass offers, for as long as it offers something that still breaks the invariant."""
+        """Accept reductions of a pass as long as one of them still breaks the invariant."""
         taken = True
         while taken and self._left > 0:
             taken = False
@@ -118,7 +119,8 @@ def _fewer_nodes(scenario: Scenario) -> Iterator[Scenario]:
 
 
 def _without(fault: AnyFault, name: str) -> AnyFault | None:
-    """The fault, where it does not concern that node; a partition loses a member, and what else does is dropped."""
+    """Return the fault without that node: a partition loses a member, and any other fault that concerns the node
+    is dropped."""
     if isinstance(fault, Partition):
         one, other = (tuple(node for node in side if node != name) for side in fault.sides)
         return replace(fault, sides=(one, other)) if one and other else None
@@ -150,7 +152,7 @@ def _plain(scenario: Scenario) -> Iterator[Scenario]:
 
 
 def _on_one_switch(scenario: Scenario) -> Scenario:
-    """All machines alike, on one switch; faults of other media do not fit then."""
+    """Return the scenario with identical machines on one switch. Faults of other media do not fit then."""
     machine = next((node.machine for node in scenario.nodes if isinstance(node.machine, Machine)), "M4")
     links = (Attachment(_WIRED.name),)
     nodes = tuple(replace(node, machine=machine, links=links) for node in scenario.nodes)
@@ -165,7 +167,7 @@ def _simpler_faults(scenario: Scenario) -> Iterator[Scenario]:
 
 
 def _simpler(fault: AnyFault) -> Iterator[AnyFault]:
-    """Parameters as by default, whole seconds, earlier, shorter."""
+    """Yield the fault with default parameters, with whole seconds, earlier, and shorter."""
     for field in msgspec.structs.fields(fault):
         value = getattr(fault, field.name)
         if field.name == "at_s":

@@ -1,4 +1,4 @@
-"""One run of a scenario, held to the invariants."""
+"""One run of a scenario, checked against the invariants."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from hcsim.training.run import Report
 from hcsim.virtual.world import Census
 
 SLOWEST = 4.0
-"""A step may take so many times as long as its computation alone."""
+"""The longest duration of a step, as a multiple of its computation alone."""
 ENDS_S = 60.0
-"""To leave, at the end, and for whoever comes late."""
+"""Time to leave at the end, and for late machines."""
 
 
 class Trial(msgspec.Struct, frozen=True):
-    """What came of a seed, or of a file."""
+    """The result of a seed, or of a file."""
 
     seed: int
     nodes: int
@@ -33,9 +33,9 @@ class Trial(msgspec.Struct, frozen=True):
     struck: dict[str, int]
     """How often each kind of fault struck."""
     pairs: list[str]
-    """In which phases of the protocol; see `coverage`."""
+    """Pairs of a kind of fault and a phase of the protocol; see `coverage`."""
     excused: str
-    """Why the liveness phase asked for nothing; empty: it did."""
+    """Why nothing was required in the liveness phase; empty: liveness was required."""
     breaches: list[Breach]
     trace_sha256: str
 
@@ -46,12 +46,10 @@ class Trial(msgspec.Struct, frozen=True):
 
 
 def trial_of(seed: int) -> Trial:
-    """What comes of a seed."""
     return run_trial(scenario_of(seed))
 
 
 def run_trial(scenario: Scenario, tell: Callable[[str, str], None] = lambda host, text: None) -> Trial:
-    """Run it, and hold it to the invariants."""
     evidence, recorder, (seconds, digest) = gather(scenario, tell)
     training = evidence.training
     views = {(view.lineage, view.epoch) for view in recorder.views if len(view.members) > 1}
@@ -65,7 +63,7 @@ def run_trial(scenario: Scenario, tell: Callable[[str, str], None] = lambda host
 def gather(
     scenario: Scenario, tell: Callable[[str, str], None] = lambda host, text: None
 ) -> tuple[Evidence, Recorder, tuple[float, str]]:
-    """Run it: what is known of it then, how it was gathered, how long it took and the trace's digest."""
+    """Run the scenario. Return the evidence, its recorder, the duration and the trace's digest."""
     phases, recorder = phases_of(scenario), Recorder(scenario)
     census = Census(recorder.sink)
     training = scenario.training or Training()
@@ -106,15 +104,15 @@ def gather(
 
 
 def _ended_early(scenario: Scenario, phases: Phases, over_s: float) -> str:
-    """Why the core need not finish if all had left before it was complete: then the world ends, and what was to happen
-    later does not; empty: it must."""
+    """Return why the core need not finish if all members had left before it was complete; empty: it must. The
+    world ends when all have left, and later faults or restarts do not happen."""
     late = [each.node for each in scenario.faults if isinstance(each, Restart) and each.at_s > over_s]
     missing = [name for name in phases.core if name in late]
     return f"all had ended before {', '.join(missing)} could start again" if missing else ""
 
 
 class _Complaints(logging.Handler):
-    """Keeps what asyncio logs: errors of tasks that nobody looks at."""
+    """Collects asyncio's log records of task errors that were never retrieved."""
 
     def __init__(self, census: Census) -> None:
         super().__init__(logging.ERROR)
@@ -122,7 +120,7 @@ class _Complaints(logging.Handler):
         self.texts: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        """A complaint; what ends when the world is torn down is no news."""
+        """Keep the record, unless it concerns a task that ended when the world was torn down."""
         if self._census.is_over:
             return
         error = record.exc_info[1] if record.exc_info else None
@@ -130,7 +128,8 @@ class _Complaints(logging.Handler):
 
 
 def _limit_s(scenario: Scenario, training: Training, phases: Phases) -> float:
-    """When everybody has to have come to the end: all steps after the last fault, and the sick thrice in the way."""
+    """Return the time by which every host must have ended: all steps after the last fault, and twice `patience_s`
+    for sick members."""
     launches_s = [each.machine.overhead_s for each in scenario.nodes if not isinstance(each.machine, str)]
     step_s = LAUNCHES_OF_A_STEP * max(launches_s, default=0.0)
     work_s = SLOWEST * training.steps * max(step_s, 0.05)

@@ -1,1 +1,1 @@
-"""Who a node is, and which cluster it may join."""
+"""Node identity: keys, cluster secrets, admission, and the trust list."""

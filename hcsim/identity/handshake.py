@@ -1,34 +1,36 @@
-"""The admission handshake: two nodes prove to each other who they are and that they are of one cluster.
+"""The admission handshake: two nodes prove their identity and their membership of the same cluster to each other.
 
     caller                                    listener
       | hello: version, role, namespace, key, boot, nonce →
       |    ← hello: the same of its own             |
       | proof: signature, MAC →                     |
-      |    ← proof: signature, MAC                  |   both know whose key it is
-      | list, sealed →                              |   where their trust lists differ
+      |    ← proof: signature, MAC                  |   both know the other's key
+      | list, sealed →                              |   if their trust lists differ
       |    ← list, sealed                           |   both are members: admitted
 
-Both proofs cover everything: both hellos as they were sent, the channel's `binding`, and the role of the prover. The
-signature is made with the node's key, the MAC with a key that takes two things to know: the cluster's
-secret, and an agreement (X25519) between the two nonces, which are fresh public keys. So
+Both proofs cover both hellos as sent, the channel's `binding`, and the role of the prover. The signature is
+made with the node's key. The MAC key is derived from the cluster's secret and an X25519 agreement between the
+two nonces, which are fresh public keys. So
 
-- a proof is good for one connection: another has other nonces, and on TLS another binding;
-- it cannot be sent back to its maker, who has the other role;
-- who only listened cannot even check a guess of the secret against a MAC, since it lacks the agreement.
+- a proof is valid for one connection: another has other nonces, and on TLS another binding;
+- it cannot be reflected to its sender, which has the other role;
+- an eavesdropper cannot even test a guess of the secret against a MAC, since it lacks the agreement.
 
-Hellos carry the namespace id, which is public; the secret and what is derived from it never leave the machine.
-The caller proves first, so that a stranger who dials around gets nothing from a listener.
+Hellos carry the namespace id, which is public; the secret and keys derived from it never leave the machine. The
+caller proves first, so that a stranger that dials a listener gets no proof from it.
 
-Hellos carry a digest of the trust list, too. Where both have the same, each looks the other's key up in it. Where not,
-they exchange their lists first, encrypted with a key made of the same agreement: a newcomer shows by whom it is
-listed, and a member that was off learns what has changed and the present secret. Whoever is not listed then is refused,
-and of what it has told nothing is kept. Nobody but a listed member is told more than how we are listed ourselves.
+Hellos also carry a digest of the trust list. If both digests are the same, each side looks up the other's key.
+Otherwise they first exchange their lists, encrypted with a key from the same agreement: a newcomer shows by
+whom it is listed, and a member that was offline learns of changes and the present secret. A node that is still
+not listed is rejected, and nothing of its list is kept. A node that is not a listed member is told only how the
+sender itself is listed.
 
-On a channel without encryption (`binding` empty) a man in the middle can pass the handshake through and
-then speak in its place: admission says who was there, only TLS keeps it so.
+On a channel without encryption (`binding` empty) a man in the middle can relay the handshake and then send
+messages in place of a peer: admission authenticates the peer at that moment, only TLS protects the channel
+afterwards.
 
-Either side ends a handshake that it does not like with a refusal, which is a number: nothing that a
-stranger wrote gets into a log. This file moves no bytes: messages go in, messages and an outcome come out.
+Either side ends a handshake with a refusal, which is a number, so that no text of a stranger gets into a log.
+This module does no I/O: messages go in, messages and an outcome come out.
 """
 
 from __future__ import annotations
@@ -56,7 +58,6 @@ from hcsim.identity.trust_store import NO_DIGEST, TrustStore
 VERSION = 2
 MAX_MESSAGE_BYTES = 256
 MAX_LIST_BYTES = MOST_BYTES + 64
-"""Of a sealed list."""
 _HELLO, _PROOF, _REFUSAL, _LIST = 1, 2, 3, 4
 _HELLO_FIELDS = struct.Struct("!BBB32s32sQ32s32s")
 _PROOF_FIELDS = struct.Struct("!B64s32s")
@@ -65,14 +66,14 @@ _LABEL = b"hcsim admission 1\0"
 
 
 class Role(IntEnum):
-    """Who opened the channel."""
+    """Which side opened the channel."""
 
     CALLER = 1
     LISTENER = 2
 
 
 class State(Enum):
-    """Where one side stands."""
+    """The state of one side."""
 
     AWAITS_HELLO = "awaits the hello"
     AWAITS_PROOF = "awaits the proof"
@@ -82,7 +83,7 @@ class State(Enum):
 
 
 class Heard(Enum):
-    """What a message turned out to be."""
+    """The kind of a received message."""
 
     HELLO = "a hello without fault"
     PROOF = "a proof without fault, of a member"
@@ -105,24 +106,25 @@ NEXT = {
     (State.AWAITS_LIST, Heard.REFUSAL): State.REFUSED,
     (State.ADMITTED, Heard.FAULT): State.REFUSED,
 }
-"""All transitions, of both roles. The last is for a peer that is found too slow while our proof is under way."""
+"""All transitions, of both roles. The last is for a peer that is found too slow while this side's proof is
+being made."""
 
 
 BOOT_BITS = 47
-"""Of a boot that is drawn: no two lives of a node have the same, and JSON and floats hold it exactly."""
+"""The size of a random boot number: unique for each start of a node, and exact in JSON and floats."""
 
 
 class Credentials(msgspec.Struct, frozen=True):
-    """What a node proves itself with."""
+    """The credentials with which a node authenticates."""
 
     key: NodeKey
     secret: ClusterSecret
     boot: int
-    """Which of its lives this is; 0: no node, but a command or a program beside it."""
+    """Identifies this start of the node; 0: not a node, but a command or a program beside it."""
     fresh: Callable[[int], bytes]
-    """Random bytes that nobody can foresee: the operating system's, on a real machine."""
+    """Returns unpredictable random bytes: the operating system's, on a real machine."""
     trusted: TrustStore | None = None
-    """The keys of members; None: whoever knows the secret is one."""
+    """The keys of members; None: any node that knows the secret is a member."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.boot < 2**64:
@@ -130,7 +132,7 @@ class Credentials(msgspec.Struct, frozen=True):
 
 
 class Hello(NamedTuple):
-    """What a hello says."""
+    """The content of a hello."""
 
     role: int
     namespace: bytes
@@ -141,12 +143,11 @@ class Hello(NamedTuple):
 
     @property
     def node_id(self) -> str:
-        """The node that it claims to come from."""
         return node_id_of(self.public)
 
 
 class Fault(Exception):
-    """A message that ends the handshake."""
+    """Raised for a message that ends the handshake."""
 
     def __init__(self, reason: Reason) -> None:
         super().__init__(reason.name)
@@ -154,16 +155,15 @@ class Fault(Exception):
 
 
 class Handshake:
-    """One side of one handshake. Send what `first` and `receive` return, until `state` is final."""
+    """One side of a handshake. Send what `first` and `receive` return, until `state` is final."""
 
     def __init__(self, role: Role, us: Credentials, binding: bytes) -> None:
         self.state = State.AWAITS_HELLO
         self.theirs: Hello | None = None
-        """Their hello, once it was without fault; proved when the state is ADMITTED."""
+        """The peer's hello, once it is valid; authenticated when the state is ADMITTED."""
         self.reason: Reason | None = None
-        """Why it ended in a refusal."""
         self.was_told = False
-        """Whether the refusal was theirs."""
+        """Whether the peer refused."""
         self._role = role
         self._us = us
         self._binding = binding
@@ -172,15 +172,14 @@ class Handshake:
         self._mac_key = b""
         self._seal_key = b""
         self._list_digest = NO_DIGEST if us.trusted is None else us.trusted.digest
-        """As we have said it: the list may change while the handshake goes on."""
+        """The digest that was sent: the list may change during the handshake."""
         self._hello = self._make_hello() if role is Role.CALLER else b""  # a listener's, once somebody is worth it
 
     def first(self) -> bytes | None:
-        """What to send before anything was received."""
         return self._hello if self._role is Role.CALLER else None
 
     def receive(self, message: bytes) -> bytes | None:
-        """Take in a message; returns the answer, if there is one."""
+        """Process a message; return the answer, if there is one."""
         if len(message) == _REFUSAL_BYTES and message[0] == _REFUSAL:
             self._go(Heard.REFUSAL)
             self.was_told = True
@@ -207,7 +206,7 @@ class Handshake:
             return self.refuse(fault.reason)
 
     def refuse(self, reason: Reason) -> bytes:
-        """End it for a reason of our own; returns what to tell the peer."""
+        """End the handshake with this reason; return the message for the peer."""
         self._go(Heard.FAULT)
         self.reason = reason
         return bytes([_REFUSAL, reason])
@@ -287,7 +286,7 @@ class Handshake:
         self._look_up()
 
     def _look_up(self) -> None:
-        """Whether both of us are members, by our list."""
+        """Check whether both nodes are members according to this node's list."""
         assert self.theirs is not None
         if self._us.trusted is not None:
             known = self._us.trusted.list
@@ -297,7 +296,7 @@ class Handshake:
                 raise Fault(Reason.EXPELLED if self.theirs.node_id in known.expelled else Reason.UNLISTED)
 
     def _list(self) -> bytes:
-        """Sealed once for each role in a handshake, so no nonce is used twice with a key."""
+        """Return the sealed list. It is sealed once per role in a handshake, so no nonce is used twice with a key."""
         assert self._us.trusted is not None
         assert self.theirs is not None
         told = self._us.trusted.told_to(self.theirs.public)
@@ -315,7 +314,7 @@ class Handshake:
 
 
 def read_hello(message: bytes) -> Hello:
-    """Decode a hello of our version; raises `Fault`. Nothing of what it says is proved."""
+    """Decode a hello of the same version; raise `Fault` if it is invalid. Its content is not authenticated."""
     if len(message) < 2 or message[0] != _HELLO:
         raise Fault(Reason.MALFORMED)
     if message[1] != VERSION:

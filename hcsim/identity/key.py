@@ -1,4 +1,4 @@
-"""A node's key: whoever holds it is that node."""
+"""Node keys: the holder of the private key is the node."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _NODE_ID_BYTES = 16
 
 
 def node_id_of(public: bytes) -> str:
-    """A node's name among nodes: the first 16 bytes of the SHA3-256 of its public key, in hex."""
+    """Return the node id: the first 16 bytes of the SHA3-256 of the public key, in hex."""
     return hashlib.sha3_256(public).digest()[:_NODE_ID_BYTES].hex()
 
 
 class NodeKey:
-    """An Ed25519 key pair, made of 32 random bytes that the caller brings along."""
+    """An Ed25519 key pair, made of 32 random bytes from the caller."""
 
     def __init__(self, seed: bytes) -> None:
         if len(seed) != SEED_BYTES:
@@ -33,18 +33,16 @@ class NodeKey:
         return f"<key of node {self.node_id}>"
 
     def sign(self, message: bytes) -> bytes:
-        """A signature that only this key can make; the same for the same message."""
         return self.private.sign(message)
 
     def pem(self) -> bytes:
-        """The private key as openssl reads it."""
+        """Return the private key in the format that openssl reads."""
         return self.private.private_bytes(
             serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
         )
 
 
 def is_signed(message: bytes, signature: bytes, public: bytes) -> bool:
-    """Whether the holder of that key signed this message."""
     try:
         Ed25519PublicKey.from_public_bytes(public).verify(signature, message)
     except (InvalidSignature, ValueError):  # the second: no such point on the curve

@@ -1,16 +1,16 @@
-"""A cluster's secret, and how people carry it from one machine to the next.
+"""A cluster's secret, and the join phrase with which the user carries it from one machine to the next.
 
-Whoever knows the secret is a member; there is no default one. It is always random, 128 bits at least,
-because two things that are made of it become public: the namespace id (a digest by which members find each
-other) and, to whoever runs a handshake, a proof. Nobody can guess 2¹²⁸ secrets, so neither helps to find it; a
-word that a person made up would be found at once, so it cannot be one.
+Any node that knows the secret is a member; there is no default secret. It is always random, with at least 128
+bits, because two values derived from it become public: the namespace id (a digest by which members find each
+other) and, to the peer in a handshake, a proof. With 2¹²⁸ possible secrets neither helps to guess it. A secret
+chosen by a person could be guessed from them, so it is not allowed.
 
-Keys are derived from it with HKDF, one for each purpose, so that what one purpose gives away is of no use
-to another.
+Keys are derived from it with HKDF, one for each purpose, so that a key leaked by one purpose is useless for
+another.
 
-The join phrase is the secret and a check of 22 bits, in Crockford's base 32 (no I, L, O, U: they are read as
-1, 1, 0, and refused), in six groups of five. A typo goes unnoticed once in four million times. An invitation is such a
-secret too, of two machines for one conversation (see `cluster.joining`); its check is another one.
+The join phrase is the secret and a check of 22 bits, in Crockford's base 32 (no I, L, O, U: they are read as 1,
+1, 0, and rejected), in six groups of five. A typo goes unnoticed once in four million times. An invitation has
+the same format, for a secret that two machines use for one exchange (see `cluster.joining`); its check differs.
 """
 
 from __future__ import annotations
@@ -32,15 +32,14 @@ _PHRASE, _INVITATION = b"hcsim join phrase 1\0", b"hcsim invitation 1\0"
 
 
 class ClusterSecret:
-    """The secret of one cluster, made of random bytes that the caller brings along."""
+    """The secret of one cluster, made of random bytes from the caller."""
 
     def __init__(self, data: bytes) -> None:
         if len(data) != SECRET_BYTES:
             raise UsageError(f"a cluster's secret has {SECRET_BYTES} random bytes, not {len(data)}")
         self.data = data
-        """Not for anybody but members."""
+        """Secret: only for members."""
         self.namespace = hashlib.sha3_256(b"hcsim namespace 1\0" + data).digest()
-        """Public: which cluster this is."""
 
     def __repr__(self) -> str:
         return f"<secret of cluster {self.namespace.hex()[:8]}>"
@@ -52,15 +51,14 @@ class ClusterSecret:
         return int.from_bytes(self.namespace[:8], "big")
 
     def derive(self, purpose: str) -> bytes:
-        """The 32 bytes that members use for that purpose and nothing else."""
+        """Return the 32-byte key that members use for that purpose only."""
         return HKDF(SHA256(), 32, salt=b"hcsim cluster 1", info=purpose.encode()).derive(self.data)
 
     def phrase(self) -> str:
-        """What a person types on the next machine."""
+        """Return the join phrase, which the user types on the next machine."""
         return self._letters(_PHRASE)
 
     def invitation(self) -> str:
-        """The same for an invitation."""
         return self._letters(_INVITATION)
 
     def _letters(self, label: bytes) -> str:
@@ -70,12 +68,12 @@ class ClusterSecret:
 
     @classmethod
     def from_phrase(cls, text: str) -> ClusterSecret:
-        """Read a join phrase; case, spaces and hyphens do not matter."""
+        """Parse a join phrase; case, spaces and hyphens do not matter."""
         return cls._read(_letters_of(text), _PHRASE)
 
     @classmethod
     def from_invitation(cls, text: str) -> ClusterSecret | None:
-        """Read an invitation; None if it is a join phrase."""
+        """Parse an invitation; return None if it is a join phrase."""
         letters = _letters_of(text)
         try:
             return cls._read(letters, _INVITATION)
@@ -85,7 +83,7 @@ class ClusterSecret:
 
     @classmethod
     def from_phrases(cls, text: str) -> tuple[ClusterSecret, ...]:
-        """Read a join phrase; after a rotation it has a second part, the present secret."""
+        """Parse a join phrase; after a rotation it has a second part, the present secret."""
         letters = _letters_of(text)
         if len(letters) != 2 * _CHARACTERS:
             return (cls._read(letters, _PHRASE),)

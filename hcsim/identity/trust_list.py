@@ -1,40 +1,39 @@
 """The trust list of a cluster: the keys that belong to it, and those that were expelled.
 
-The list is a set of signed statements. Everything else is computed from that set, so merging two lists is the union
-of their statements: in any order, any number of times, with the same result. There are two kinds:
+The list is a set of signed statements, from which everything else is computed. Merging two lists is the union
+of their statements: in any order, any number of times, with the same result. There are two kinds of statements:
 
-listing this key belongs to the cluster, under this name. Signed by a member, or with the phrase key: who knows the
-phrase may list itself. rotation ends a generation. It expels keys, names the keys that stay members, and replaces
-the phrase key. Signed by a member.
+    listing    This key belongs to the cluster, under this name. Signed by a member, or with the phrase key: a node
+               that knows the phrase may list itself.
+    rotation   Ends a generation. It expels keys, names the keys that stay members, and replaces the phrase key.
+               Signed by a member.
 
-The cluster begins in generation 0 with the phrase key of its first secret and no members. A listing counts in its
-own generation, if a member has signed it, or in that of the phrase key that has. It goes on to count where the
-rotation to the next generation keeps it. So nothing that was signed with an old phrase, by an expelled member, or by
-a member that had not heard of a rotation, counts after it, however late it arrives.
+The cluster begins in generation 0 with the phrase key of its first secret and no members. A listing is valid in
+its own generation if a member has signed it, or in the generation of the phrase key that has. It stays valid if
+the rotation to the next generation keeps it. So a statement that was signed with an old phrase, by an expelled
+member, or by a member that did not know of a rotation, is not valid after the rotation, however late it
+arrives.
 
-Members may rotate at the same time. Then all their expulsions count, and members are those that all of them keep; a
-newcomer that only one of them knew has to be invited again. A rotation by a member that a more senior one expels at
-the same time counts for nothing but this: it expels that senior one too. So an expelled member cannot undo its
-expulsion, and whoever was expelled once stays so. This needs no agreement among the members, who may be off.
+Members may rotate concurrently. Then all their expulsions apply, and members are those that all rotations keep;
+a newcomer known to only one of them has to be invited again. A rotation by a member that a more senior one
+expels concurrently has only one effect: it expels that senior member too. So an expelled member cannot undo its
+expulsion, and expulsion is permanent. This needs no agreement among the members, which may be offline.
 
-Nothing is ever dropped from a list, so it has a limit. At the limit it takes in no more machines; those that are on
-it stay members of each other, also where they do not know the same, and can be expelled.
+Statements are never removed, so the list has a limit. At the limit it admits no more machines; listed machines
+stay members of each other, even if their lists differ, and can be expelled.
 
-Cf. Kleppmann et al., "Making CRDTs Byzantine Fault Tolerant", 2022; there, too, a set of signed updates is
-replicated by union, and which of them count follows from the set.
+Cf. Kleppmann et al., "Making CRDTs Byzantine Fault Tolerant", 2022, where a set of signed updates is also
+replicated by union, and the set determines which of them are valid.
 
-Pure: no file, no clock, no network.
+An `Invitation` to a cluster expires, and admits a bounded number of machines. The inviting machine keeps it in
+memory only, and measures its time with a monotonic clock: no clock has to be correct, and an invitation ends
+with its process. A newcomer that has used it may ask again with the same key, since it may not have received
+the answer.
 
-An `Invitation` to a cluster expires, and admits a bounded number of machines.
+A `Reason` says why a node is not admitted. A refusal is sent as a number, so that no text of a stranger gets
+into a log, and each side tells its own user.
 
-The machine that invites keeps it in memory alone, and counts its time with its own monotonic clock: no clock has to
-be right, and an invitation is over with the process that made it. A newcomer that has used it may ask again with the
-same key, since it may not have got the answer.
-
-Pure: keys and `now` in, objections out.
-
-A `Reason` says why a node is not admitted. A refusal crosses the wire as a number, so nothing that a stranger wrote
-gets into a log, and each side says it to its own person.
+This module does no I/O: no file, no clock, no network.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ from hcsim.runtime.frame import decode_message
 
 
 class Reason(IntEnum):
-    """The number is what the peer is told."""
+    """Why a node is not admitted. The number is sent to the peer."""
 
     MALFORMED = 1
     WRONG_VERSION = 2
@@ -134,14 +133,13 @@ _THEIRS = {
 
 
 def told(peer: str, reason: Reason, *, by_them: bool) -> str:
-    """A sentence for the person on this side."""
     return f"{peer} refused us: {_THEIRS[reason]}" if by_them else f"we refused {peer}: {_OURS[reason]}"
 
 
 MOST_STATEMENTS = 512
 MOST_BYTES = 128 * 1024
 MOST_LISTINGS, MOST_LISTED_BYTES = MOST_STATEMENTS * 3 // 4, MOST_BYTES * 3 // 4
-"""Listings leave room for rotations: whoever fills the list can still be expelled."""
+"""Listings leave room for rotations, so a node that fills the list can still be expelled."""
 MOST_NAME = 64
 _LABEL = b"hcsim trust list 1\0"
 
@@ -151,33 +149,29 @@ Generation: TypeAlias = Annotated[int, Meta(ge=0, le=2**32)]
 
 
 class TrustListFull(ConfigError):
-    """More statements would make the list too long."""
+    """Raised if more statements would make the list too long."""
 
     def __init__(self) -> None:
         super().__init__(FULL)
 
 
 class Listing(msgspec.Struct, frozen=True, array_like=True, tag="listing"):
-    """A key belongs to the cluster."""
+    """A statement that a key belongs to the cluster."""
 
     generation: Generation
     public: PublicKey
     name: Annotated[str, Meta(max_length=MOST_NAME)]
-    """For people, as it was when the machine joined."""
     signer: PublicKey
     signature: Signature = b""
 
 
 class Rotation(msgspec.Struct, frozen=True, array_like=True, tag="rotation"):
-    """A generation begins."""
+    """A statement that begins a generation."""
 
     generation: Annotated[int, Meta(ge=1, le=2**32)]
     expelled: Annotated[tuple[PublicKey, ...], Meta(max_length=MOST_STATEMENTS)]
-    """Those that this rotation expels."""
     kept: Annotated[tuple[PublicKey, ...], Meta(max_length=MOST_STATEMENTS)]
-    """The members that go on."""
     phrase: PublicKey
-    """The new phrase key."""
     signer: PublicKey
     signature: Signature = b""
 
@@ -187,31 +181,30 @@ _Any = TypeVar("_Any", Listing, Rotation)
 
 
 class TrustRecord(msgspec.Struct, frozen=True):
-    """A list with the secret that goes with it, as it is kept in a file and handed to members."""
+    """A list with its secret, as it is stored in a file and sent to members."""
 
     statements: Annotated[tuple[Statement, ...], Meta(max_length=MOST_STATEMENTS)] = ()
     secret: Annotated[bytes, Meta(max_length=16)] = b""
-    """The secret of the last rotation; empty: it is the first one, or it is not told."""
+    """The secret of the last rotation; empty if it is the first secret, or is withheld."""
 
 
 _DECODER = msgspec.msgpack.Decoder(TrustRecord)
 
 
 def decode_record(data: bytes, peer: str) -> TrustRecord:
-    """A record as a peer has sent it."""
     return decode_message(_DECODER, data, peer, "sent a trust list that cannot be read")
 
 
 def phrase_key(secret: ClusterSecret) -> NodeKey:
-    """The key with which whoever knows a cluster's secret may list itself."""
+    """Return the key with which a node that knows a cluster's secret may list itself."""
     return NodeKey(secret.derive("phrase key"))
 
 
 class TrustList:
-    """The statements of one cluster, and what follows from them."""
+    """The statements of one cluster, and the members that follow from them."""
 
     def __init__(self, namespace: bytes, root: bytes, statements: Iterable[Statement] = ()) -> None:
-        """`root` is the phrase key of the cluster's first secret. Signatures have been checked."""
+        """`root` is the phrase key of the cluster's first secret. The signatures must have been checked."""
         self._namespace = namespace
         self._root = root
         encoded = {msgspec.msgpack.encode(each): each for each in statements}
@@ -219,17 +212,16 @@ class TrustList:
         self.digest = hashlib.sha3_256(_LABEL + namespace + b"".join(sorted(encoded))).digest()
         self.generation = 0
         self.members: Mapping[str, str] = {}
-        """Their names, by node id, the most senior first."""
+        """The members' names, by node id, the most senior first."""
         self.expelled: Mapping[str, str] = {}
-        """The same of those that were expelled."""
         self.phrases: tuple[bytes, ...] = (root,)
-        """The phrase keys that newcomers may list themselves with: two after rotations at the same time, or none."""
+        """The phrase keys with which newcomers may list themselves: two after concurrent rotations, or none."""
         self._publics: dict[str, bytes] = {}
         self._evaluate()
 
     @classmethod
     def of(cls, secret: ClusterSecret) -> TrustList:
-        """The empty list of the cluster that begins with that secret."""
+        """Return the empty list of the cluster that begins with that secret."""
         return cls(secret.namespace, phrase_key(secret).public)
 
     def __eq__(self, other: object) -> bool:
@@ -239,13 +231,13 @@ class TrustList:
         return int.from_bytes(self.digest[:8], "big")
 
     def about(self, node: str) -> tuple[Statement, ...]:
-        """The statements by which a member is listed."""
         return tuple(each for each in self.statements if isinstance(each, Listing) and node_id_of(each.public) == node)
 
     def merged(self, statements: Iterable[Statement]) -> TrustList:
-        """With these statements too, as far as their signatures are right and their signers can be known here.
+        """Return the list with these statements added, if their signatures are valid and their signers can be known
+        here.
 
-        Raises `TrustListFull` when that makes it too long."""
+        Raise `TrustListFull` if that makes it too long."""
         mine = dict.fromkeys(self.statements)
         new = [each for each in statements if each not in mine]
         if not new:
@@ -261,15 +253,12 @@ class TrustList:
         return merged
 
     def is_authentic(self, statement: Statement) -> bool:
-        """Whether its signer has signed it."""
         return is_signed(self._signed_part(statement), statement.signature, statement.signer)
 
     def listing(self, public: bytes, name: str, key: NodeKey) -> Listing:
-        """A statement that this key belongs to the cluster."""
         return self._signed(Listing(self.generation, public, name[:MOST_NAME], key.public), key)
 
     def rotation(self, expelled: Iterable[str], phrase: bytes, key: NodeKey) -> Rotation:
-        """A statement that begins the next generation."""
         gone = tuple(self._publics[node] for node in expelled)
         kept = tuple(self._publics[node] for node in self.members if self._publics[node] not in gone)
         return self._signed(Rotation(self.generation + 1, gone, kept, phrase, key.public), key)
@@ -282,7 +271,7 @@ class TrustList:
         return _LABEL + self._namespace + msgspec.msgpack.encode(bare)
 
     def _connected(self, statements: Iterable[Statement]) -> list[Statement]:
-        """Those whose signers lead back to the first phrase key, whether they count or not."""
+        """Return the statements whose signers lead back to the first phrase key, whether they are valid or not."""
         known, waiting, found = {self._root: None}, [*statements], list[Statement]()
         while ready := [each for each in waiting if each.signer in known]:
             found += ready
@@ -318,7 +307,7 @@ class TrustList:
         expelled: Mapping[bytes, None],
         names: dict[bytes, str],
     ) -> None:
-        """Take in the listings of the present generation, each once its signer is a member."""
+        """Add the listings of the present generation, each once its signer is a member."""
         waiting = [each for each in listings if each.public not in expelled]
         while True:
             ready = [each for each in waiting if self._may_list(each, members)]
@@ -340,7 +329,8 @@ def _exceed(statements: Sequence[Statement], most: int, most_bytes: int) -> bool
 
 
 def _expel(rotations: Iterable[Rotation], expelled: dict[bytes, None]) -> list[Rotation]:
-    """Carry out the expulsions of rotations of one generation, in order of seniority; those that count for more."""
+    """Apply the expulsions of the rotations of one generation, in order of seniority; return the rotations that
+    have further effect."""
     expellers: dict[bytes, list[bytes]] = {}
     counting = []
     for rotation in rotations:
@@ -355,16 +345,16 @@ def _expel(rotations: Iterable[Rotation], expelled: dict[bytes, None]) -> list[R
 
 
 class Invitation:
-    """Which keys may still use it."""
+    """An invitation, and the keys that have used it."""
 
     def __init__(self, uses: int, expires_at_s: float) -> None:
         self.expires_at_s = expires_at_s
         self._uses = uses
         self._users: dict[bytes, bool] = {}
-        """Whether the newcomer has said that it got its answer."""
+        """Whether the newcomer has confirmed the answer."""
 
     def use(self, public: bytes, now_s: float) -> str:
-        """Count a use by that key; returns what stands against it, if anything does."""
+        """Count a use by that key; return the objection, if there is one."""
         if now_s >= self.expires_at_s:
             return "the invitation has expired"
         if public not in self._users and len(self._users) >= self._uses:
@@ -373,15 +363,13 @@ class Invitation:
         return ""
 
     def confirm(self, public: bytes) -> None:
-        """The newcomer with that key has got its answer."""
         if public in self._users:
             self._users[public] = True
 
     def give_back(self, public: bytes) -> None:
-        """It could not be admitted after all: that was no use."""
+        """Undo a use, because the newcomer could not be admitted after all."""
         if not self._users.get(public, True):
             del self._users[public]
 
     def is_over(self, now_s: float) -> bool:
-        """Whether nobody will use it any more."""
         return now_s >= self.expires_at_s or sum(self._users.values()) >= self._uses

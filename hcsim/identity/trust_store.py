@@ -1,4 +1,4 @@
-"""What a machine keeps of its cluster's trust list: the list, the newest secret, and its own right to change them."""
+"""A machine's copy of the cluster's trust list: the list, the newest secret, and the operations to change them."""
 
 from __future__ import annotations
 
@@ -26,83 +26,77 @@ from hcsim.runtime.host import Store, keep, kept
 
 NO_DIGEST = bytes(32)
 MOST_UNPROVED = 64
-"""New statements that we check for a peer that is not on our list: each costs a verification."""
+"""The maximum number of new statements from a peer that is not on the list: each costs a signature check."""
 
 
 class Disk(Protocol):
-    """Where the record is. Other processes of the machine may change it, too."""
+    """The storage of the record. Other processes of the machine may change it, too."""
 
-    def load(self) -> TrustRecord | None:
-        """The record, if there is one."""
+    def load(self) -> TrustRecord | None: ...
 
     def update(self, change: Callable[[TrustRecord | None], TrustRecord]) -> None:
-        """Replace the record by what `change` makes of it, while nobody else does."""
+        """Atomically replace the record with the result of `change`."""
 
 
 class StoredTrust:
-    """The record in a host's store, which is one process's alone."""
+    """The record in a host's store, which only one process uses."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
 
     def load(self) -> TrustRecord | None:
-        """See `Disk`."""
         return kept(self._store, "trust", TrustRecord)
 
     def update(self, change: Callable[[TrustRecord | None], TrustRecord]) -> None:
-        """See `Disk`."""
         keep(self._store, "trust", change(self.load()))
 
 
 class TrustStore:
-    """The trust list as one machine knows it. A machine that knows the present phrase puts itself on it."""
+    """The trust list as one machine knows it. A machine that knows the present phrase lists itself."""
 
     def __init__(self, first: ClusterSecret, key: NodeKey, name: str, disk: Disk) -> None:
         """`first` is the secret that the cluster began with."""
         self.on_change: list[Callable[[], None]] = []
-        """Called when it has become another list."""
         self._first = first
         self._key = key
         self._name = name
         self._disk = disk
         self.list = TrustList.of(first)
         self._later: ClusterSecret | None = None
-        """The secret of the last rotation that we know of, or one that a person has told us and that is yet to be heard
-        of from a member."""
+        """The secret of the last known rotation, or one that the user entered and no member has confirmed yet."""
         self._adopt(*self._with(self._disk.load() or TrustRecord()))
         self._list_ourselves()
 
     @property
     def namespace(self) -> bytes:
-        """Which cluster this is: it stays when the secret changes."""
+        """The id of the cluster: it stays when the secret changes."""
         return self._first.namespace
 
     @property
     def record(self) -> TrustRecord:
-        """The whole list, and the present secret."""
         return _record(self.list, self._later)
 
     @property
     def secret(self) -> ClusterSecret | None:
-        """The present secret, if we know it."""
         known = [secret for secret in (self._later, self._first) if secret is not None]
         return next((secret for secret in known if phrase_key(secret).public in self.list.phrases), None)
 
     @property
     def digest(self) -> bytes:
-        """Two members that have the same know the same. Never `NO_DIGEST`."""
+        """The digest of the list and the secret: equal for members with the same knowledge. Never `NO_DIGEST`."""
         known = b"" if self.secret is None else self.secret.namespace
         return hashlib.sha3_256(self.list.digest + known).digest()
 
     @property
     def phrase(self) -> str | None:
-        """What a person types to join without an invitation, if we know it: after a rotation it has two parts."""
+        """The phrase to join without an invitation, if it is known: after a rotation it has two parts."""
         if self.secret is None:
             return None
         return "-".join(each.phrase() for each in dict.fromkeys((self._first, self.secret)))
 
     def told_to(self, public: bytes) -> bytes:
-        """What a machine with that key may know: a member everything, anybody else how we are listed ourselves."""
+        """Return the data for a machine with that key: everything for a member, otherwise only how this machine is
+        listed."""
         if node_id_of(public) in self.list.members:
             told = self.record
         else:
@@ -113,9 +107,9 @@ class TrustStore:
         return msgspec.msgpack.encode(told)
 
     def hear(self, data: bytes, peer: str, public: bytes) -> bool:
-        """Take in what a machine with that key has told, if it is a member then; returns whether it is.
+        """Merge data from a machine with that key, if it is a member by then; return whether it is.
 
-        Raises `TrustListFull` where it would be one, were there room on the list."""
+        Raise `TrustListFull` if only the lack of room on the list keeps it from being one."""
         told = decode_record(data, peer)
         node = node_id_of(public)
         if node not in self.list.members:
@@ -129,9 +123,10 @@ class TrustStore:
         return True
 
     def take(self, record: TrustRecord) -> None:
-        """Merge a list with ours. Where that cannot be saved we know it until we end, and are told it again later.
+        """Merge a list. If it cannot be saved, it is kept in memory until the process ends, and received again
+        later.
 
-        Where ours then would be too long, raises `TrustListFull`, once it has those that are expelled."""
+        If the list would be too long, merge only the rotations and raise `TrustListFull`."""
         try:
             self._take(record)
         except TrustListFull:
@@ -148,7 +143,7 @@ class TrustStore:
             self._adopt(*self._with(record))
 
     def enlist(self, public: bytes, name: str) -> None:
-        """Make a key a member; raises `ConfigError` where that cannot be, or cannot be saved."""
+        """Make a key a member; raise `ConfigError` if that is impossible, or cannot be saved."""
         self.check_listed()
         node = node_id_of(public)
         if node in self.list.expelled:
@@ -157,13 +152,13 @@ class TrustStore:
             self.save(TrustRecord((self.list.listing(public, name, self._key),)))
 
     def rotate(self, secret: ClusterSecret, expelled: Iterable[str] = ()) -> None:
-        """Replace the secret, and expel these nodes for good; raises `ConfigError` where that cannot be saved."""
+        """Replace the secret, and expel these nodes for good; raise `ConfigError` if that cannot be saved."""
         self.check_listed()
         rotation = self.list.rotation(expelled, phrase_key(secret).public, self._key)
         self.save(TrustRecord((rotation,), secret.data))
 
     def check_listed(self) -> None:
-        """Raises `ConfigError` where this machine is no member."""
+        """Raise `ConfigError` if this machine is not a member."""
         if self._key.node_id in self.list.expelled:
             raise ConfigError(WE_ARE_EXPELLED)
         if self._key.node_id not in self.list.members:
@@ -176,7 +171,7 @@ class TrustStore:
                 self.take(TrustRecord((self.list.listing(self._key.public, self._name, phrase_key(secret)),)))
 
     def save(self, record: TrustRecord) -> None:
-        """Add this to what is on the disk, and both to what we know."""
+        """Merge the record with the one on disk, and both with the one in memory."""
         known = [(self.list, self._later)]
 
         def merged(saved: TrustRecord | None) -> TrustRecord:
@@ -187,7 +182,7 @@ class TrustStore:
         self._adopt(*known[0])
 
     def _with(self, *records: TrustRecord) -> tuple[TrustList, ClusterSecret | None]:
-        """The list and the later secret that follow from these and ours."""
+        """Return the list and the later secret that result from these records and the one in memory."""
         merged, secrets = self.list, [] if self._later is None else [self._later]
         for record in records:
             merged = merged.merged(record.statements)

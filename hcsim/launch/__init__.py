@@ -1,7 +1,7 @@
-"""The ways to start: a simulated cluster (`virtual`, `virtual_cluster`), or our place in a real one (`real`).
+"""The ways to start: a simulated cluster (`virtual`, `virtual_cluster`), or this machine's part in a real one (`real`).
 
-A program is an `async def` over a `Group`, the same in both worlds.
+A program is an `async def` over a `Group`, the same for both.
 """
 
 DEFAULT_PORT = 52416
-"""Where a rank listens that was given no port."""
+"""The port of a rank whose address has none."""

@@ -1,5 +1,4 @@
-"""This machine in a real cluster: as one of fixed ranks, as a member among machines that find each other, or as their
-coordinator."""
+"""This machine in a real cluster: as one of a fixed set of ranks, as an elastic member, or as the coordinator."""
 
 from __future__ import annotations
 
@@ -39,21 +38,21 @@ _ANSWER_S = 2.0
 
 
 class RealNode(msgspec.Struct, frozen=True):
-    """What a person decides about this machine's place in a real cluster."""
+    """This machine's settings in a real cluster."""
 
     home: Path
-    """Where its key and its clusters' secrets are."""
+    """The folder of its key and its clusters' secrets."""
     cluster: str = "home"
-    """Which of them."""
     name: str = ""
-    """What the others call this machine; empty: its host name."""
+    """The name of this machine for the other members; empty: its host name."""
     hosts: tuple[str, ...] = ()
-    """Addresses that the others reach it at, the best first; empty: those of its interfaces, fastest medium first."""
+    """Addresses at which the others reach it, the best first; empty: those of its interfaces, fastest medium
+    first."""
     device: str = "cpu"
     state: Path | None = None
-    """A folder for what outlives a crash; None: nothing does."""
+    """The folder for data that survives a crash; None: no data does."""
     metrics_at: str | None = None
-    """Where Prometheus finds its figures (host:port); None: nowhere."""
+    """The address (host:port) of its Prometheus metrics; None: they are not served."""
 
 
 async def train_in_cluster(
@@ -67,7 +66,7 @@ async def train_in_cluster(
 ) -> Report:
     """Find the other machines of a cluster, and train with them until the end or until `leaving` is set.
 
-    `sink` gets the events of this machine's trace."""
+    `sink` receives the events of this machine's trace."""
     from hcsim.node import train_as_member
 
     async with real_member(node, tell, sink) as (host, credentials):
@@ -86,9 +85,10 @@ async def train_in_cluster(
 
 
 async def ask_cluster(home: Path, cluster: str, peers: Sequence[str], look_s: float, forget: str = "") -> Survey:
-    """Ask the nodes of a cluster that this machine has joined how they stand; tell them who is gone for good.
+    """Query the status of the nodes of a cluster that this machine has joined, and report the node `forget` as
+    gone for good.
 
-    Whoever is asked gets our trust list with the handshake, and we get theirs."""
+    The handshake also exchanges the trust lists of this machine and of each node that answers."""
     proved = beside_a_node(load_credentials(home, cluster, host_name()))
     secret = proved.secret
     async with RealHost(RealOptions("asker", seed=secrets.randbits(64), tls=ClusterTls(proved.key, secret))) as host:
@@ -134,7 +134,8 @@ async def serve_coordinator(
 async def real_member(
     node: RealNode, tell: Callable[[str], None] = lambda what: None, sink: Sink | None = None
 ) -> AsyncIterator[tuple[RealHost, Credentials]]:
-    """This machine, with the TLS of a cluster that it has joined; `tell` hears who did not get through it."""
+    """Yield this machine's host with the TLS of a cluster that it has joined. `tell` is called for rejected
+    connections."""
     name = node.name or host_name()
     proved = load_credentials(node.home, node.cluster, name)
     tls = ClusterTls(proved.key, proved.secret)
@@ -151,7 +152,6 @@ async def real_member(
 
 
 def real_introduction(host: RealHost, node: RealNode, cluster: Cluster, proved: Credentials) -> Introduction:
-    """This machine, as it introduces itself to the others."""
     from hcsim.node import introduced
 
     return introduced(host.name, node.hosts or reachable_at(host.interfaces()), cluster, proved)
@@ -171,12 +171,12 @@ async def real_group(
     metrics_at: str | None = None,
     on_refused: Callable[[str], None] = lambda what: None,
 ) -> AsyncIterator[Group]:
-    """Join a real group: `peers` are all ranks' addresses in order, ours included; the port may be left out.
+    """Join a real group: `peers` are all ranks' addresses in order, this rank's included; the port may be left
+    out.
 
-    Ranks of one machine that are named by its loopback reach each other through shared memory, unless they want TCP
-    there too. `device` is what a training run computes with, as torch calls it. At `metrics_at` (host:port) Prometheus
-    finds our figures meanwhile. `on_refused` hears, once for each reason, of callers that were not let in.
-    """
+    Ranks on one machine that are named by its loopback address reach each other through shared memory, unless
+    `shared_memory` is false. `device` is the device of a training run, as torch names it. Prometheus metrics
+    are served at `metrics_at` (host:port). `on_refused` is called for rejected connections, once per reason."""
     addresses = tuple(with_port(peer, DEFAULT_PORT) for peer in peers)
     twice = next((address for address in addresses if addresses.count(address) > 1), None)
     if twice is not None:
@@ -203,9 +203,10 @@ async def real_group(
 
 
 def _refuse_plaintext(addresses: Sequence[str], *, has_tls: bool) -> None:
-    """What the host refuses where it listens and dials, for all ranks at once: some of them only call us.
+    """Reject plaintext addresses of all ranks at once, as the host does when it listens and dials: some ranks only
+    call this one.
 
-    What a name stands for the host finds out when it calls it."""
+    Host names are checked when the host resolves them."""
     for target in map(parse, addresses):
         for host in target.hosts if not target.encrypted(has_tls=has_tls) else ():
             with suppress(ValueError):  # a name
@@ -213,7 +214,7 @@ def _refuse_plaintext(addresses: Sequence[str], *, has_tls: bool) -> None:
 
 
 def _serving(address: str | None, host: RealHost) -> AbstractAsyncContextManager[object]:
-    """A host's metrics are served there meanwhile, if anywhere."""
+    """Serve a host's metrics at this address meanwhile, if there is one."""
     if address is None:
         return nullcontext()
     from hcsim.real.http import serving_metrics

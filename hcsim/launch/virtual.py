@@ -1,4 +1,4 @@
-"""Simulated clusters whose ranks are fixed: a program, or a training, on every host of a scenario."""
+"""Simulated clusters with a fixed set of ranks: a program, or a training, on every host of a scenario."""
 
 from __future__ import annotations
 
@@ -29,20 +29,18 @@ Program: TypeAlias = Callable[[Group], Coroutine[Any, Any, T]]
 
 
 class Outcome(msgspec.Struct, Generic[T], frozen=True):
-    """What a simulated run came to."""
+    """The result of a simulated run."""
 
     results: list[T | BaseException]
-    """By rank: what the program returned, or what ended it."""
+    """By rank: the return value of the program, or the exception that ended it."""
     seconds: float
-    """Virtual time that passed."""
     trace_sha256: str
-    """The run's fingerprint: the same scenario and program always give the same."""
+    """The run's fingerprint: runs of the same scenario and program have the same digest."""
     events: int
     metrics: Mapping[str, HostMetrics]
-    """By host, as they were at the end."""
 
     def values(self) -> list[T]:
-        """The results, if there are any on all ranks; otherwise the first failure is raised."""
+        """Return the results of all ranks, or raise the first failure."""
         for result in self.results:
             if isinstance(result, BaseException):
                 raise result
@@ -71,7 +69,6 @@ def simulate(
 
 
 def outcome_of(world: World, results: list[T | BaseException]) -> Outcome[T]:
-    """What a world came to whose programs have ended."""
     metrics = world.tell_metrics()
     return Outcome(results, world.loop.time(), world.trace.digest(), world.trace.count, metrics)
 
@@ -85,9 +82,9 @@ def simulate_training(
     observer: Observer | None = None,
     what: Task | None = None,
 ) -> Outcome[Report]:
-    """Train on every host of a scenario: what `settings` say, or else the scenario's `[training]`.
+    """Train on every host of a scenario, by `settings` or else by the scenario's `[training]`.
 
-    `what` is a task of one's own, in place of the one that these name."""
+    `what` is a custom task that replaces the one that these name."""
     from hcsim.training.trainer import train
 
     loaded = load_scenario(scenario)
@@ -99,7 +96,7 @@ def simulate_training(
 
 
 def refuse_tunnels(settings: Training) -> None:
-    """Refuse addresses that only a real parameter server has."""
+    """Reject addresses that apply to a real parameter server only."""
     for name, address in (("server", settings.server), ("listen", settings.listen)):
         if address is not None and "://" in address:
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""Simulated clusters that form themselves: hosts that find each other, train, and measure what is between them."""
+"""Simulated elastic clusters: hosts that find each other, train, and measure the links between them."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from hcsim.virtual.world import Census, World
 
 PROBE_PORT = 52417
 STANDSTILL_S = 3600.0
-"""How long, at least, nothing moves in a simulated cluster before it is ended."""
+"""The least time without progress after which a simulated cluster is ended."""
 _LOOK_S = 1.0
-"""How often a host whose program has left looks whether it will be started again."""
+"""The interval at which a host whose program has left checks whether it will be restarted."""
 
 
 def simulate_cluster(
@@ -46,12 +46,12 @@ def simulate_cluster(
     limit_s: float | None = None,
     census: Census | None = None,
 ) -> Outcome[Report]:
-    """Let the hosts of a scenario find each other and train, whatever happens to them: see its `[cluster]`.
+    """Let the hosts of a scenario find each other and train, through all faults: see its `[cluster]`.
 
-    `tell` hears what each host has to say about it. `what` is a task of one's own. Whoever has not come to an end
-    after `limit_s` of virtual time is stopped, and its result is a `TimeoutError`; who waits when nothing moves any
-    more, a `TrainingError`. A `census` takes the sink's
-    place, and counts what the hosts use."""
+    `tell(host, message)` is called for every status message. `what` is a custom task. A host that has not ended
+    after `limit_s` of virtual time is stopped, and its result is a `TimeoutError`. A host that still waits when
+    no host makes progress any more ends with a `TrainingError`. A `census` replaces the sink, and counts the
+    resources that hosts use."""
     loaded = load_scenario(scenario)
     cluster = loaded.cluster or Cluster()
     if cluster.coordinator is not None and cluster.coordinating_host not in (names := [n.name for n in loaded.nodes]):
@@ -98,17 +98,19 @@ def simulate_cluster(
 
 
 async def _last_start(world: World, host: VirtualHost) -> None:
-    """The program has left before the end, and its machine may be started again: until then the world is not at its
-    end, also if all have left. They go on from what they have saved."""
+    """Wait until no restart of this host is scheduled. The program has left before the end, and until its last
+    restart the world is not at its end, even if all have left. Restarted hosts resume from what they have
+    saved."""
     while world.returns.get(host.name):
         await host.clock.sleep(_LOOK_S)
 
 
 def _standstill(world: World, patience_s: float, limit_s: float | None) -> Standstill:
-    """Ends a cluster in which nobody takes a step or forms a view any more, once all faults have healed."""
+    """Return a detector that ends a cluster in which no host takes a step or forms a view, once all faults have
+    healed."""
 
     def moved() -> list[tuple[float, float]]:
-        """How far each host has come in its training, and in its views."""
+        """Return each host's progress in its training and in its views."""
         return [
             (host.metrics.value("hcsim_training_steps_total"), host.metrics.value("hcsim_view_epoch"))
             for host in world.hosts
@@ -119,7 +121,8 @@ def _standstill(world: World, patience_s: float, limit_s: float | None) -> Stand
 
 
 def _virtual_hosts(host: VirtualHost) -> tuple[str, ...]:
-    """Where the others reach it: with several interfaces at each of them, fastest medium first, as a real machine."""
+    """Return the addresses of the host: with several interfaces those of each, fastest medium first, as on a real
+    machine."""
     interfaces = host.interfaces()
     if len(interfaces) < 2:
         return (host.name,)
@@ -127,7 +130,7 @@ def _virtual_hosts(host: VirtualHost) -> tuple[str, ...]:
 
 
 def _virtual_credentials(host: VirtualHost, seed: int) -> Credentials:
-    """The key that the host has kept, or else a new one; the cluster's secret is the scenario's."""
+    """Return the key in the host's store, or else a new one; the cluster's secret is the scenario's."""
     kept = host.store.load("node_key")
     if kept is None:
         kept = host.rng("node key").randbytes(SEED_BYTES)
@@ -138,7 +141,7 @@ def _virtual_credentials(host: VirtualHost, seed: int) -> Credentials:
 
 
 def measure_topology(scenario: Scenario | str | Path) -> Topology:
-    """Have every host of a scenario measure itself and its ways to the others, as real ones would."""
+    """Have every host of a scenario measure itself and its links to the others, as real ones would."""
     world = World(load_scenario(scenario))
 
     async def everybody() -> Topology:

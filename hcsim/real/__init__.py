@@ -1,1 +1,1 @@
-"""The seam on TCP: physical machines."""
+"""The runtime interface on physical machines: real time, TCP, files."""

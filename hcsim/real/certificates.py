@@ -1,12 +1,12 @@
-"""Certificates that a cluster's members make for themselves.
+"""Certificates that the members of a cluster make for themselves.
 
-Python's `ssl` accepts a client's certificate only from an authority it knows. So the cluster has one whose key
-is derived from the cluster's secret: every member can make it, nobody else can. Each signs a certificate for
-its own node key with it, and strangers fail in TLS already. That all members hold the authority's key lets a
-member make certificates for other keys, but it is another node for none: a node is its key, not a name.
+Python's `ssl` accepts a client certificate only from an authority that it knows. So the key of the cluster's
+authority is derived from the cluster's secret, and every member can sign a certificate for its own node key.
+Other clients already fail in the TLS handshake. A member can sign certificates for other keys, but this gives
+it no other identity: a node is identified by its key, not by a name.
 
-The authority's certificate is the same, byte for byte, on all members. No certificate expires: a node is its key, and
-the clocks of machines at home may be wrong when they start.
+The authority's certificate is the same, byte for byte, on all members. Certificates do not expire, since the
+clocks of machines at home may be wrong when they start.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from hcsim.identity.key import NodeKey
 from hcsim.identity.namespace import ClusterSecret
 
 FOREVER = (datetime(2020, 1, 1, tzinfo=UTC), datetime(9999, 12, 31, 23, 59, 59, tzinfo=UTC))
-"""RFC 5280 has the second date for a certificate that does not expire."""
+"""RFC 5280 defines the second date for certificates that do not expire."""
 
 
 class Certificates(msgspec.Struct, frozen=True):
-    """In PEM format."""
+    """Certificates and keys in PEM format."""
 
     authority: bytes
     leaf: bytes
@@ -37,7 +37,7 @@ class Certificates(msgspec.Struct, frozen=True):
 def make_certificates(
     key: NodeKey, secret: ClusterSecret, validity: tuple[datetime, datetime] = FOREVER
 ) -> Certificates:
-    """The authority's certificate, and a new one for a member's key."""
+    """Return the authority's certificate, and a new one for a member's key."""
     authority = Ed25519PrivateKey.from_private_bytes(secret.derive("tls authority"))
     name = _name(f"hcsim cluster {secret.namespace.hex()[:16]}")
     root = (

@@ -1,4 +1,4 @@
-"""What went wrong with a connection, in words for the person at either end."""
+"""Translation of connection errors into messages for the users at both ends."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _RECORD_STARTS = {
     b"\x15\x03": "expects TLS, and we spoke plaintext to it",
     b"\x16\x03": "spoke TLS to a plaintext port",
 }
-"""How TLS looks to who does not expect it: an alert, or the first message of a handshake."""
+"""How TLS looks to a peer that does not expect it: an alert, or the first message of a handshake."""
 _SAME_PHRASE = (
     "join both to one cluster (`hcsim cluster invite` on a member, `hcsim cluster join` on the other), or give both "
     "certificates of one authority"
@@ -19,7 +19,7 @@ _CLOCKS = "are the clocks of both machines right?"
 
 _EXPIRED, _NOT_YET_VALID = 10, 9
 _UNKNOWN_AUTHORITY = (2, 7, 18, 19, 20, 21)
-"""X509_V_ERR_…: no issuer found, a signature that does not fit, self-signed, and the like."""
+"""X509_V_ERR_…: no issuer found, an invalid signature, a self-signed certificate, and similar errors."""
 
 PLAINTEXT = (
     "WRONG_VERSION_NUMBER",
@@ -28,7 +28,7 @@ PLAINTEXT = (
     "PACKET_LENGTH_TOO_LONG",
     "BAD_RECORD_TYPE",
 )
-"""What OpenSSL calls bytes that are not TLS."""
+"""OpenSSL's reasons for input that is not TLS."""
 _OLD_TLS = ("UNSUPPORTED_PROTOCOL", "VERSION_TOO_LOW", "NO_PROTOCOLS_AVAILABLE")
 _ALERTS = {
     "UNKNOWN_CA": f"its authority did not sign our certificate: {_SAME_PHRASE}",
@@ -50,11 +50,11 @@ class HandshakeCut(ConnectionResetError):
     def __init__(self, *, theirs: bool) -> None:
         super().__init__()
         self.theirs = theirs
-        """Whether it was the other end that had called, and thereby knew what we expect."""
+        """Whether the peer had dialled, and so knew that this end expects TLS."""
 
 
 def translated(error: OSError, peer: str) -> ChannelError:
-    """What the system's or OpenSSL's error means for the channel to `peer`."""
+    """Return the `ChannelError` that an error of the operating system or of OpenSSL means for the channel to `peer`."""
     if isinstance(error, ssl.SSLError):
         return _tls_failure(error, peer)
     if isinstance(error, HandshakeCut):
@@ -68,7 +68,7 @@ def translated(error: OSError, peer: str) -> ChannelError:
 
 
 def is_distrust(error: OSError) -> bool:
-    """Whether one of the two does not accept the other's certificate, which another attempt does not change."""
+    """Return whether one side rejects the other's certificate; further attempts are then useless."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return True
     return isinstance(error, ssl.SSLError) and (error.reason or "").rpartition("ALERT_")[2] in _ABOUT_CERTIFICATES
@@ -92,7 +92,7 @@ def _tls_failure(error: ssl.SSLError, peer: str) -> ChannelError:
 
 
 def unexpected_tls(received: bytes, peer: str) -> RemoteProtocolError | None:
-    """Said where a frame should begin and TLS was received instead; None where it was something else."""
+    """Return an error if TLS was received where a frame should begin, or None."""
     what = _RECORD_STARTS.get(received[:2])
     return RemoteProtocolError(f"{peer} {what}: secure both ends or none", peer) if what else None
 
@@ -108,5 +108,5 @@ def _what_is_wrong(error: ssl.SSLCertVerificationError) -> str:
 
 
 def fresh(error: ChannelError) -> ChannelError:
-    """A copy: one exception object raised in several tasks would mix their tracebacks."""
+    """Return a copy of an error: one exception object raised in several tasks would mix their tracebacks."""
     return type(error)(str(error), error.peer)

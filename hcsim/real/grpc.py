@@ -1,8 +1,8 @@
 """Channels over gRPC: one bidirectional stream of byte messages each, without generated code.
 
-Needs the extra `hcsim[grpc]`. With TLS files both sides prove their membership. gRPC's TLS has two ways of its own.
-It insists on comparing names, and ours are not compared (see `tls`): so the server's certificate is looked at first,
-and then expected under the name it has. And it does not know Ed25519: certificates for it have ECDSA or RSA keys.
+Needs the extra `hcsim[grpc]`. With TLS files both sides prove their membership. gRPC's TLS differs in two ways.
+It always compares names, which hcsim does not (see `tls`); so the client first reads the server's certificate,
+and then expects the name in it. And it does not support Ed25519: certificates for gRPC have ECDSA or RSA keys.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ except ImportError:
     raise ConfigError("grpc:// addresses need gRPC: pip install 'hcsim[grpc]'") from None
 
 PIECE_BYTES = 256 * 1024
-"""Well below gRPC's limit of 4 MiB for a message."""
+"""Well below gRPC's message limit of 4 MiB."""
 _SERVICE, _METHOD = "hcsim.Channel", "Open"
 _FOR_EVER_S = 1e9
 _OPTIONS = (
@@ -50,7 +50,7 @@ _SERVER_OPTIONS = (
 
 
 class _GrpcPipe:
-    """Pieces as messages of a stream."""
+    """A pipe whose pieces are messages of a gRPC stream."""
 
     carrier = "gRPC"
     piece_bytes = PIECE_BYTES
@@ -86,7 +86,7 @@ class _ClientPipe(_GrpcPipe):
 
 
 class _ServerPipe(_GrpcPipe):
-    """The stream ends when its handler returns; gRPC sends what was written before."""
+    """The server's end. The stream ends when its handler returns; gRPC sends what was written before."""
 
     def __init__(self, context: Any) -> None:
         super().__init__(context)
@@ -103,7 +103,7 @@ class _ServerPipe(_GrpcPipe):
 
 
 async def dial(address: str, host: str, port: int, tls: TlsFiles | None) -> PiecewiseChannel:
-    """One attempt to open a channel."""
+    """Make one attempt to open a channel."""
     target = join_address((host, port))
     if tls is None:
         channel = aio.insecure_channel(target, _OPTIONS)
@@ -140,7 +140,6 @@ class GrpcListener:
 
     @classmethod
     async def open(cls, sockaddr: Any, tls: TlsFiles | None) -> GrpcListener:
-        """Listen."""
         server = aio.server(options=_SERVER_OPTIONS)
         self = cls(server)
         handler = grpc.stream_stream_rpc_method_handler(self._called)
@@ -161,15 +160,14 @@ class GrpcListener:
 
     @property
     def address(self) -> str:
-        """With the port that was really taken."""
+        """The address with the actual port."""
         return self._address
 
     async def accept(self) -> PiecewiseChannel:
-        """The next channel that a peer opened."""
         return await self._unaccepted.get(self._address)
 
     async def close(self) -> None:
-        """Accept no more; what nobody accepted is closed."""
+        """Stop listening and close the channels that have not been accepted."""
         if self._unaccepted.closed:
             return
         await self._unaccepted.close()
@@ -193,7 +191,7 @@ class GrpcListener:
 
 
 _STOPPING: set[asyncio.Task[None]] = set()
-"""Servers that wait for their last channel."""
+"""Servers that wait for their last channel to end."""
 
 
 def _pem(tls: TlsFiles) -> tuple[bytes, bytes, bytes]:
@@ -208,7 +206,7 @@ def _pem(tls: TlsFiles) -> tuple[bytes, bytes, bytes]:
 
 
 async def _certified_name(host: str, port: int, tls: TlsFiles) -> str:
-    """A name that is in the server's certificate, which our authority has signed."""
+    """Return a name in the server's certificate, after checking that the authority of `tls` signed it."""
     ours = Tls(tls)
     ours.context(server_side=False).set_alpn_protocols(["h2"])
     loop = asyncio.get_running_loop()

@@ -29,7 +29,8 @@ _SYSCTL = ("sysctl", "machdep.cpu.brand_string", "hw.memsize")
 
 
 def this_chip() -> Chip:
-    """The chip and the memory of this machine; what the system does not tell is its architecture, and None."""
+    """Return the chip and memory of this machine: the architecture if the chip's name is unknown, None for unknown
+    memory."""
     if sys.platform == "darwin":
         found = parse_sysctl(_output_of(_SYSCTL))
     else:
@@ -38,14 +39,14 @@ def this_chip() -> Chip:
 
 
 def parse_sysctl(listing: str) -> Chip:
-    """From the output of `sysctl machdep.cpu.brand_string hw.memsize`: one `name: value` a line."""
+    """Parse the output of `sysctl machdep.cpu.brand_string hw.memsize`: one `name: value` per line."""
     values = dict(line.split(": ", 1) for line in listing.splitlines() if ": " in line)
     memory = values.get("hw.memsize", "").strip()
     return Chip(values.get("machdep.cpu.brand_string", "").strip(), int(memory) if memory.isdecimal() else None)
 
 
 def parse_proc(cpuinfo: str, meminfo: str) -> Chip:
-    """From /proc/cpuinfo and /proc/meminfo. ARM kernels name no model there; some boards do, as `Model`."""
+    """Parse /proc/cpuinfo and /proc/meminfo. ARM kernels give no model name there; some boards do, as `Model`."""
     model = re.search(r"^(?:model name|Model|Hardware)\s*: *(\S.*?)\s*$", cpuinfo, re.MULTILINE)
     memory = re.search(r"^MemTotal:\s*(\d+) kB$", meminfo, re.MULTILINE)
     return Chip(model.group(1) if model else "", 1024 * int(memory.group(1)) if memory else None)
@@ -69,7 +70,7 @@ T = TypeVar("T")
 
 
 def best_torch_device() -> str:
-    """The fastest device torch finds here: "mps", "cuda" or "cpu". Imports torch."""
+    """Return the fastest device that torch finds here: "mps", "cuda" or "cpu". Imports torch."""
     import torch
 
     if torch.backends.mps.is_available():
@@ -78,7 +79,7 @@ def best_torch_device() -> str:
 
 
 def check_torch_device(name: str) -> None:
-    """Refuse a device that torch does not have here; "auto" is the best there is."""
+    """Reject a device that torch does not have here; "auto" stands for the best one."""
     known = ("auto", "cpu", "mps", "cuda")
     if name not in known:
         raise ConfigError(f'device "{name}"{did_you_mean(name, known)}; known: {", ".join(known)}')
@@ -109,7 +110,7 @@ def training_step_error(device: str) -> str:
 
 
 class RealDevice:
-    """Runs functions one after the other in a thread of its own, so that the network goes on meanwhile."""
+    """Runs functions one after the other in a thread of its own, so that network I/O continues meanwhile."""
 
     def __init__(self, name: str = "cpu") -> None:
         self._name = name
@@ -117,17 +118,14 @@ class RealDevice:
 
     @property
     def name(self) -> str:
-        """As torch calls it."""
         return self._name
 
     @property
     def torch_name(self) -> str:
-        """The same."""
         return self._name
 
     @cached_property
     def chip(self) -> Chip:
-        """What this machine says of itself."""
         return this_chip()
 
     def exercise(self, kind: Literal["matmul", "axpy"], size: int) -> Callable[[], object]:
@@ -149,14 +147,14 @@ class RealDevice:
         return work
 
     async def run(self, work: Work, function: Callable[[], T], into: memoryview | None = None) -> T:
-        """Call the function; what the work would cost elsewhere does not matter here, nor where it writes."""
+        """Call the function. The simulated cost of the work and `into` are ignored here."""
         return await asyncio.get_running_loop().run_in_executor(self._worker, function)
 
     async def touch(self, moved_bytes: int) -> None:
-        """Nothing to account for: the caller has really waited for its memory."""
+        """Do nothing: the memory traffic has taken real time already."""
 
     def close(self) -> None:
-        """Let the thread end once the function it runs now has ended; what waits behind it is dropped."""
+        """Stop the thread after the function that it runs now. Functions in the queue are dropped."""
         self._worker.shutdown(wait=False, cancel_futures=True)
 
 
@@ -175,11 +173,11 @@ class RealClock:
         self._limits: _Limits | None = None
 
     def now(self) -> float:
-        """Seconds since an unspecified moment, never going back."""
+        """Return the seconds since an unspecified moment; never decreases."""
         return time.monotonic()
 
     def elapsed(self) -> float:
-        """The same: it never jumps."""
+        """Return the same as `now`, since this clock never jumps."""
         return time.monotonic()
 
     async def sleep(self, seconds: float) -> None:
@@ -187,7 +185,7 @@ class RealClock:
         await asyncio.sleep(max(seconds, 0.0))
 
     def timeout(self, seconds: float | None) -> Limit:
-        """As `asyncio.timeout`."""
+        """Return a time limit that works like `asyncio.timeout`."""
         if seconds is None or not seconds > 0:
             return asyncio.timeout(seconds)
         loop = asyncio.get_running_loop()
@@ -197,23 +195,24 @@ class RealClock:
 
 
 class _Limits:
-    """The time limits of one event loop, behind one timer: nearly all of them are over long before they are due, and to
-    set and to cancel a timer costs more than all else that they need. There are tens of them, so they need no order."""
+    """The time limits of one event loop, behind one timer.
+
+    Nearly all limits end long before they are due, and setting and cancelling a timer would be most of their cost.
+    There are tens of them, so they need no order."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
         self._due_s: dict[_Limit, float] = {}
         self._timer: asyncio.TimerHandle | None = None
-        """For the earliest of them, or for an earlier one that is over."""
+        """Set for the earliest limit, or for an earlier one that has ended."""
 
     def add(self, limit: _Limit, due_s: float) -> None:
-        """Call `expire` then, unless it is removed before."""
+        """Call `limit.expire` at that time unless the limit is removed before."""
         self._due_s[limit] = due_s
         if self._timer is None or due_s < self._timer.when():
             self._set(due_s)
 
     def remove(self, limit: _Limit) -> None:
-        """It is over."""
         self._due_s.pop(limit, None)
 
     def _set(self, due_s: float) -> None:
@@ -236,7 +235,7 @@ class _Limits:
 
 
 class _Limit:
-    """One time limit, around one task's work."""
+    """One time limit around the work of one task."""
 
     __slots__ = ("_cancelled_before", "_expired", "_limits", "_seconds", "_task")
 
@@ -261,11 +260,9 @@ class _Limit:
             raise TimeoutError from error  # nobody else has cancelled it as well
 
     def expired(self) -> bool:
-        """See `runtime.clock.Limit.expired`."""
         return self._expired
 
     def expire(self) -> None:
-        """It has taken too long."""
         self._expired = True
         self._task.cancel()
 
@@ -274,7 +271,7 @@ _LOCK = "in_use"
 
 
 class FileStore:
-    """Each record is a file, replaced in one move once its bytes are on the disk. The folder is one process's alone."""
+    """Records as files, each replaced atomically after its data are on the disk. Only one process can use a folder."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -293,13 +290,13 @@ class FileStore:
             ) from None
 
     def close(self) -> None:
-        """Others may have the folder. Closing twice is harmless."""
+        """Release the folder's lock. Closing twice is harmless."""
         lock, self._lock = self._lock, -1
         if lock >= 0:
             os.close(lock)
 
     def where(self, name: str) -> str:
-        """The file's path."""
+        """Return the path of the record's file."""
         return str(self._folder / name)
 
     def load(self, name: str) -> bytes | None:
@@ -321,13 +318,13 @@ class FileStore:
 
 
 class MemoryStore:
-    """For a host that need not outlive its process."""
+    """Records in memory, for a host whose state ends with its process."""
 
     def __init__(self) -> None:
         self._records: dict[str, bytes] = {}
 
     def where(self, name: str) -> str:
-        """Nobody finds it but this process."""
+        """Return a description for messages."""
         return f"{name}, in memory"
 
     def load(self, name: str) -> bytes | None:
@@ -338,5 +335,4 @@ class MemoryStore:
         """See `runtime.host.Store.save`."""
         self._records[name] = data
 
-    def close(self) -> None:
-        """Nothing to do."""
+    def close(self) -> None: ...

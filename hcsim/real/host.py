@@ -61,27 +61,27 @@ NEXT_PLACE_S = 1.0
 """How long one of a machine's addresses may take to answer before the next is tried beside it."""
 _EVERYWHERE, _EVERYWHERE_V6 = ("0.0.0.0",), ("::",)
 Place: TypeAlias = tuple[int, Any]
-"""A socket's family and address."""
+"""The family and address of a socket."""
 
 
 class RealOptions(msgspec.Struct, frozen=True):
-    """What a person decides about a real host."""
+    """User options of a real host."""
 
     name: str
     seed: int = 0
     tls: TlsFiles | ClusterTls | None = None
-    """Files of your own, or what a member of a cluster has."""
+    """TLS files, or the credentials of a cluster member."""
     insecure: bool = False
     """Allow plaintext beyond loopback."""
     shared_memory: bool = True
-    """What goes to processes of this machine goes through memory, where they allow it too; else over TCP."""
+    """Use shared memory for channels within this machine where the peer allows it too, otherwise TCP."""
     lan_interfaces: tuple[str, ...] = ()
-    """Addresses to announce on; empty: all."""
+    """Addresses of the interfaces to announce on; empty: all."""
     handshake_timeout_s: float = _HANDSHAKE_TIMEOUT_S
     device: str = "cpu"
-    """What it computes with, as torch calls it."""
+    """The torch name of the compute device."""
     state: Path | None = None
-    """A folder for what it remembers across restarts; None: nothing."""
+    """The folder for records that survive restarts; None: nothing is stored."""
 
 
 class Race:
@@ -94,22 +94,22 @@ class Race:
         self._running: dict[Place, asyncio.Task[Channel]] = {}
         self._won: list[asyncio.Task[Channel]] = []
         self._failures: dict[Place, OSError | None] = {}
-        """Of the last round's places: why the last attempt there has failed, if one has."""
+        """The last error at each address of the last round, if any."""
 
     @property
     def distrust(self) -> OSError | None:
-        """What is wrong with a certificate at one of the places. A person must know that, whatever the others say."""
+        """A certificate error at one of the addresses, if any. It is reported in preference to other errors."""
         return next((error for error in self._failures.values() if error is not None and is_distrust(error)), None)
 
     @property
     def hopeless(self) -> bool:
-        """Whether none of the places is to be trusted, or trusts us."""
+        """Whether the last attempt at every address failed because a certificate was rejected."""
         return all(error is not None and is_distrust(error) for error in self._failures.values())
 
     async def round(self, places: list[Place], next_place_s: float) -> Channel:
-        """Try all those where no attempt is under way, the next when one has failed or after that time.
+        """Start an attempt at each address without a running one: the next after a failure or after that time.
 
-        Raises `OSError` when it has no channel then; attempts that are still under way go on."""
+        Raises `OSError` if there is no channel at the end of the round; running attempts continue."""
         self._failures = {place: self._failures.get(place) for place in places}
         for place in self._failures:
             if len(self._failures) == 1 and not self._running:
@@ -121,7 +121,7 @@ class Race:
         raise self.distrust or next(filter(None, reversed(self._failures.values())), TimeoutError())
 
     async def wait(self, seconds: float) -> Channel | None:
-        """The first channel that comes in that time; None sooner where an attempt fails."""
+        """Return the first channel within that time; None earlier if an attempt fails."""
         if not self._running:
             await asyncio.sleep(seconds)
             return None
@@ -166,7 +166,7 @@ class Race:
 
 
 class RealHost:
-    """This machine. Use it as an async context manager, or close it."""
+    """The host of this machine. Use it as an async context manager, or close it."""
 
     def __init__(
         self,
@@ -184,7 +184,7 @@ class RealHost:
         self._tasks: dict[asyncio.Task[Any], Callable[[asyncio.Task[Any]], None] | None] = {}
         self._listeners: list[Listener] = []
         self._answered: dict[str, Place] = {}
-        """Where a machine with several addresses was last reached."""
+        """The address that last answered, for a machine with several addresses."""
         self._on_refused = on_refused
         self._tls = Tls(options.tls) if options.tls else None
         self._shares_memory = options.shared_memory and can_share_memory()
@@ -194,33 +194,31 @@ class RealHost:
 
     @property
     def name(self) -> str:
-        """As the options say."""
         return self._options.name
 
     @property
     def clock(self) -> RealClock:
-        """This machine's monotonic clock."""
         return self._clock
 
     @property
     def device(self) -> Device:
-        """What was given, or this machine's CPU."""
+        """The device that was given, or this machine's CPU."""
         return self._device
 
     @cached_property
     def lan(self) -> MdnsLan:
-        """Multicast DNS; loaded when somebody asks for it."""
+        """Multicast DNS, loaded at the first use."""
         from hcsim.real.mdns import MdnsLan
 
         return MdnsLan(self._options.lan_interfaces)
 
     @cached_property
     def store(self) -> FileStore | MemoryStore:
-        """Files in the folder that the options name."""
+        """Files in the folder of the options, or memory."""
         return MemoryStore() if self._options.state is None else FileStore(self._options.state)
 
     def interfaces(self) -> tuple[Interface, ...]:
-        """This machine's interfaces, the fastest medium first."""
+        """Return this machine's interfaces, those of the fastest medium first."""
         return list_interfaces()
 
     async def listen(self, address: str) -> Listener:
@@ -245,7 +243,7 @@ class RealHost:
         return listener
 
     async def connect(self, address: str, *, timeout_s: float = CONNECT_TIMEOUT_S) -> Channel:
-        """Open a channel; see `Host.connect`. Where at no place both trust each other, it ends at once."""
+        """Open a channel; see `Host.connect`. Fails at once if the TLS certificates are rejected at every address."""
         target = parse(address)
         until_s = self._clock.elapsed() + timeout_s
         race = Race(lambda place: self._dial(target, place, until_s))
@@ -292,16 +290,16 @@ class RealHost:
             over(task)
 
     def rng(self, *name: str | int) -> random.Random:
-        """This host's random stream of that name."""
+        """Return this host's random stream of that name."""
         return rng.stream(self._options.seed, self.name, *name)
 
     def trace(self, kind: str, *fields: str | int | float) -> None:
-        """Put an event into the trace, if one is kept."""
+        """Record a trace event, if there is a trace."""
         if self._trace is not None:
             self._trace.record((time.monotonic_ns(), kind, self.name, *fields))
 
     async def close(self) -> None:
-        """End its tasks, listeners, announcements and worker thread. Channels belong to whoever opened them."""
+        """End its tasks, listeners, announcements and worker thread. Channels stay open; their callers own them."""
         async with AsyncExitStack() as stack:  # from the last to the first, also where it is cancelled meanwhile
             stack.push_async_callback(self._let_go)
             stack.push_async_callback(self._end_tasks)
@@ -332,7 +330,7 @@ class RealHost:
         await self.close()
 
     def _refused(self, error: ChannelError) -> None:
-        """Somebody called us and did not get through TLS."""
+        """Report a client whose TLS handshake failed."""
         self.trace("refused", error.peer, str(error))
         if self._on_refused is not None:
             self._on_refused(error)
@@ -348,7 +346,7 @@ class RealHost:
         self.metrics.gauge("hcsim_channels_open").set(sum(channel.is_open for channel in self._channels))
 
     async def _round(self, target: Target, race: Race) -> Channel:
-        """An attempt at every address that the names stand for; the one that answered last comes first."""
+        """Attempt every address that the names resolve to, the one that answered last first."""
         places = await self._resolve(target)
         if target.scheme != TCP:
             return await _dial_by(target, self._options.tls)
@@ -356,7 +354,7 @@ class RealHost:
         return await race.round(places, NEXT_PLACE_S)
 
     async def _dial(self, target: Target, place: Place, until_s: float) -> StreamChannel:
-        """One attempt at one place: through memory where that is possible, else by TCP."""
+        """Make one attempt at one address: through shared memory where that is possible, otherwise by TCP."""
         family, sockaddr = place
         peer = target.text if len(target.hosts) == 1 else join_address(sockaddr)
         if self._shares_memory:
@@ -368,7 +366,7 @@ class RealHost:
         return channel
 
     async def _dial_tcp(self, family: int, sockaddr: Any, peer: str) -> StreamChannel:
-        """A channel to that place, with TLS where we have it."""
+        """Open a TCP channel to that address, with TLS if the options have it."""
         sock = await _connected_socket(family, sockaddr)
         if self._tls is None:
             return StreamChannel(TcpStream(sock), peer)
@@ -376,7 +374,8 @@ class RealHost:
         return StreamChannel(TlsStream(secured.sock), peer, secured.identity, secured.binding)
 
     async def _resolve(self, target: Target) -> list[Place]:
-        """Socket families and addresses of names, if our security allows to use them."""
+        """Return the socket families and addresses of the target's names. Raises `ConfigError` where plaintext is not
+        allowed."""
         loop = asyncio.get_running_loop()
         found: list[Any] = []
         for host in target.hosts:
@@ -394,7 +393,7 @@ class RealHost:
 
 
 def check_loopback(ip: str) -> None:
-    """Refuse any other address, for plaintext."""
+    """Reject any address that is not loopback, for plaintext."""
     if not ipaddress.ip_address(ip).is_loopback:
         raise ConfigError(
             f"{ip} is not the loopback, and plaintext is only allowed there: "
@@ -404,7 +403,7 @@ def check_loopback(ip: str) -> None:
 
 
 def _numeric(host: str, port: int) -> list[Any]:
-    """As `getaddrinfo` does for an IP address, without its threads: names that nobody answers for may occupy them."""
+    """Return what `getaddrinfo` returns for an IP address, without its threads: pending DNS queries may occupy them."""
     try:
         return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
     except OSError:
@@ -426,7 +425,7 @@ async def _connected_socket(family: int, sockaddr: Any) -> socket.socket:
 
 
 def _what_to_do(failure: OSError) -> str:
-    """About a place where we cannot listen."""
+    """Return a hint for an address at which the host cannot listen."""
     if failure.errno == EADDRINUSE:
         return ": does hcsim run here already? End it, or take another port"
     if failure.errno == EADDRNOTAVAIL or isinstance(failure, socket.gaierror):

@@ -1,12 +1,12 @@
-"""HTTP servers that accept connections within bounds, and the one that serves this machine's metrics.
+"""HTTP servers with bounded resources, and the server of this machine's metrics.
 
-The servers of asyncio accept whatever comes, and where descriptors have run out they write a traceback for every
-attempt. Here a bounded number of callers is served at a time. When there are too many, the oldest caller of the
-address that has the most of them is cut off, in its TLS handshake or after it. A caller is a stranger until it is
-`settled`, and has only so long for that. Where descriptors have run out, accepting pauses, and that is said once.
+The servers of asyncio accept every connection, and write a traceback for every attempt when descriptors run
+out. Here the number of unsettled connections is bounded. When there are too many, the oldest one of the address
+with the most of them is closed, in its TLS handshake or after it. A connection is unsettled until `settled` is
+called for it, and has a deadline for that. When descriptors run out, accepting pauses, with one warning.
 
-The page of metrics, for a Prometheus that scrapes it, is made in the event loop, between two steps of the program:
-nothing changes while it is written.
+The page of metrics (for Prometheus) is made in the event loop, between two steps of the program, so nothing
+changes while it is written.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from hcsim.telemetry.exposition import scrape
 from hcsim.telemetry.metrics import HostMetrics
 
 RETRY_S = 0.25
-"""How long accepting pauses where the machine has no descriptors left."""
+"""How long accepting pauses when descriptors have run out."""
 _LOG = logging.getLogger("hcsim")
 
 
@@ -44,7 +44,7 @@ class _Caller:
 
 
 class Acceptor:
-    """Gives connections to protocols; owns the listening socket."""
+    """Accepts connections within bounds and hands them to protocols; owns the listening socket."""
 
     def __init__(
         self,
@@ -63,18 +63,17 @@ class Acceptor:
         self._context = context
         self._strangers: dict[_Caller, None] = {}
         self._of: dict[Any, _Caller] = {}
-        """By protocol."""
         self._warned = False
         own(sock, listens=True)
         self._accepting = asyncio.create_task(self._accept(), name=f"accept at {self._address}")
 
     def settled(self, protocol: Any) -> None:
-        """A caller is no stranger any more: neither the limit of their number nor that of their time is for it."""
+        """Mark a connection as settled: it no longer counts against the limit, and has no deadline."""
         if (caller := self._of.pop(protocol, None)) is not None:
             self._forget(caller)
 
     async def close(self) -> None:
-        """Accept no more, and cut off the strangers."""
+        """Stop accepting, and close the unsettled connections."""
         self._accepting.cancel()
         await asyncio.gather(self._accepting, return_exceptions=True)
         self._sock.close()
@@ -126,7 +125,7 @@ class Acceptor:
             self._forget(caller)
 
     def _one_too_many(self) -> _Caller:
-        """The oldest, of the address that has the most."""
+        """Return the oldest connection of the address that has the most."""
         sources: dict[str, list[_Caller]] = {}
         for caller in self._strangers:
             sources.setdefault(caller.source, []).append(caller)
@@ -147,18 +146,17 @@ class Acceptor:
 
 
 class OneLine(logging.Logger):
-    """For aiohttp, which writes a traceback for every request that it cannot read: one line is enough for all."""
+    """A logger for aiohttp, which writes a traceback for every malformed request: it logs one line for all of them."""
 
     def __init__(self, what: str) -> None:
         super().__init__(what)
         self._said = False
 
     def isEnabledFor(self, level: int) -> bool:  # noqa: N802 - the name is logging's
-        """Whether a message of that level is handled: serious ones."""
         return level >= logging.WARNING
 
     def handle(self, record: logging.LogRecord) -> None:
-        """Say it, if it is the first; without what the caller has sent."""
+        """Log the first record only, without the data of the client."""
         if not self._said:
             self._said = True
             _LOG.warning("%s: a request could not be handled; further ones are not told of", self.name)
@@ -166,12 +164,12 @@ class OneLine(logging.Logger):
 
 MOST_CONNECTIONS = 32
 LONGEST_S = 10.0
-"""How long a connection lasts at most; each is for one request."""
+"""The longest duration of a connection, which serves one request."""
 
 
 @asynccontextmanager
 async def serving_metrics(metrics: HostMetrics, address: str) -> AsyncIterator[str]:
-    """Answer `GET /metrics` there meanwhile; yields the address with the port that was really taken."""
+    """Serve `GET /metrics` within this context. Yields the address with the actual port."""
     host, port = split_address(address)
 
     async def answer(request: web.Request) -> web.Response:

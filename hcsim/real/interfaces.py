@@ -1,8 +1,8 @@
-"""What this machine is attached to, and which of it is fast.
+"""The network interfaces of this machine, and their media.
 
-A name says little: `en0` is Wi-Fi on most Macs, and the first Ethernet on others. So macOS is asked
-which hardware port a device belongs to, and what its media line says; Linux which driver and which kind of
-device stands behind it. What is not known to be a wire is never called one.
+An interface's name does not tell its medium: `en0` is Wi-Fi on most Macs, and the first Ethernet port on
+others. On macOS the hardware port and the media line of a device are queried, on Linux its driver and kind. An
+interface is only reported as wired if that is known.
 """
 
 from __future__ import annotations
@@ -20,19 +20,20 @@ import ifaddr
 from hcsim.runtime.host import Interface, Medium, fastest_first
 
 _MOST_ADDRESSES = 6
-"""They have to fit into one announcement."""
+"""Bounded so that they fit into one announcement."""
 _ARPHRD_ETHER = "1"
 _ARPHRD_LOOPBACK = "772"
 _SPEED_ORDER = list(Medium)
 
 _APPLES_OWN = ("awdl", "llw", "anpi", "ap")
-"""Peer-to-peer Wi-Fi, internal links, the access point of internet sharing: they have addresses, and are not for us."""
+"""Peer-to-peer Wi-Fi, internal links, the access point of internet sharing: they have addresses, but are not
+usable."""
 _TUNNELS = ("utun", "ipsec", "ppp", "gif", "stf", "tun", "tap", "wg", "tailscale", "zt")
 _BASE = re.compile(r"(?P<number>[\d.]+)(?P<giga>G)?base", re.IGNORECASE)
 
 
 def list_interfaces() -> tuple[Interface, ...]:
-    """This machine's interfaces that have an address and are for us."""
+    """Return this machine's usable interfaces that have an address."""
     macos = sys.platform == "darwin"
     ports = parse_hardware_ports(_output_of("networksetup", "-listallhardwareports")) if macos else {}
     media = parse_media(_output_of("ifconfig", "-a")) if macos else {}
@@ -50,9 +51,10 @@ def list_interfaces() -> tuple[Interface, ...]:
 
 
 def reachable_at(interfaces: Sequence[Interface]) -> tuple[str, ...]:
-    """The addresses that others in this home reach us at, fastest medium first; without any, loopback.
+    """Return the addresses at which machines on the local network reach this one, fastest medium first; without any,
+    loopback.
 
-    IPv6 addresses of one link are left out: they mean something else on every machine."""
+    Link-local IPv6 addresses are left out, because their meaning depends on the machine."""
     found = [
         address
         for interface in interfaces
@@ -64,7 +66,7 @@ def reachable_at(interfaces: Sequence[Interface]) -> tuple[str, ...]:
 
 
 def host_name() -> str:
-    """What this machine calls itself, without its domain."""
+    """Return this machine's host name without its domain."""
     return re.sub(r"[^A-Za-z0-9-]", "-", socket.gethostname().partition(".")[0]) or "node"
 
 
@@ -72,7 +74,6 @@ def host_name() -> str:
 
 
 def linux_medium(entry: Path) -> tuple[Medium, float | None]:
-    """Medium and line rate of one entry of /sys/class/net."""
     speed_mbps = _text(entry / "speed")
     return _linux_kind(entry), float(speed_mbps) * 1e6 if speed_mbps.isdigit() else None
 
@@ -96,7 +97,8 @@ def _linux_kind(entry: Path) -> Medium:
 
 
 def _slowest_member(entry: Path) -> Medium:
-    """A bridge or a bond is what it joins; one of containers and virtual machines alone leads nowhere."""
+    """Return the slowest medium that a bridge or a bond joins; unknown if it joins only containers and virtual
+    machines."""
     joined = sorted(path.name.removeprefix("lower_") for path in entry.glob("lower_*"))
     joined += sorted(path.name for path in entry.glob("brif/*"))
     media = [_linux_kind(entry.parent / name) for name in joined]
@@ -115,12 +117,11 @@ def _text(file: Path) -> str:
 
 
 def is_apples_own(device: str) -> bool:
-    """Whether macOS keeps this interface for itself."""
     return _is_named(device, _APPLES_OWN)
 
 
 def parse_hardware_ports(listing: str) -> dict[str, str]:
-    """Device to hardware port, from the output of `networksetup -listallhardwareports`."""
+    """Map devices to hardware ports, from the output of `networksetup -listallhardwareports`."""
     ports = {}
     port = ""
     for line in listing.splitlines():
@@ -133,7 +134,7 @@ def parse_hardware_ports(listing: str) -> dict[str, str]:
 
 
 def parse_media(listing: str) -> dict[str, str]:
-    """Device to media line, from the output of `ifconfig -a`."""
+    """Map devices to media lines, from the output of `ifconfig -a`."""
     media = {}
     device = ""
     for line in listing.splitlines():
@@ -145,7 +146,7 @@ def parse_media(listing: str) -> dict[str, str]:
 
 
 def macos_medium(device: str, ports: dict[str, str], media: dict[str, str]) -> tuple[Medium, float | None]:
-    """Medium of a macOS device and its line rate where that is known, given the hardware ports and the media lines."""
+    """Return the medium of a macOS device, and its line rate if known, given the hardware ports and media lines."""
     port = ports.get(device, "")
     # Only wires say how fast they are ("1000baseT", "2500Base-T", "10Gbase-T"); Wi-Fi and bridges say "autoselect".
     base = _BASE.search(media.get(device, ""))
@@ -166,7 +167,7 @@ def macos_medium(device: str, ports: dict[str, str], media: dict[str, str]) -> t
 
 
 def _is_named(device: str, families: tuple[str, ...]) -> bool:
-    """Whether a device's name is one of these with a number."""
+    """Return whether a device's name is one of these followed by a number."""
     return device.rstrip("0123456789") in families
 
 

@@ -1,12 +1,12 @@
-"""What a machine keeps secret: its node key, and the secrets of the clusters it has joined.
+"""The secrets of a machine: its node key, and those of the clusters that it has joined.
 
     HOME/node_key          the node's Ed25519 key, in PEM format
     HOME/clusters/NAME     a cluster's join phrase, as it was when the cluster was created
     HOME/clusters/NAME.trust   its trust list, and the secret of the last rotation
 
-HOME is `~/.hcsim` unless a person says otherwise. The files are made once, whole or not at all, and for our
-own eyes only; one that others can read is not used, since they may have read it. The trust list is replaced whole, by
-one process at a time. Where there is none yet, the machine makes one with itself on it.
+HOME is `~/.hcsim` by default. The files are created atomically, once, and readable by their owner only; a file
+that others can read is rejected, since they may have read it. The trust list is replaced as a whole, by one
+process at a time. If there is none yet, the machine creates one that contains itself.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ _NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,31}")
 
 
 def default_home() -> Path:
-    """HOME, where nobody says otherwise for one command."""
+    """Return HOME where a command does not set it."""
     return Path(os.environ.get("HCSIM_HOME") or Path.home() / ".hcsim").expanduser()
 
 
 def load_node_key(home: Path) -> NodeKey:
-    """This machine's key, which is made when it is first asked for."""
+    """Return this machine's key; creates it at the first call."""
     path = home / "node_key"
     data = _read_private(path)
     if data is None:
@@ -62,12 +62,11 @@ def load_node_key(home: Path) -> NodeKey:
 
 
 def new_secret() -> ClusterSecret:
-    """A cluster that nobody else has."""
     return ClusterSecret(os.urandom(SECRET_BYTES))
 
 
 def save_secret(home: Path, name: str, secret: ClusterSecret) -> bool:
-    """Remember a cluster; False if that very one was remembered already. Another one is never overwritten."""
+    """Store a cluster's secret; return False if it is stored already. A different one is never overwritten."""
     path = _cluster_file(home, name)
     if _create_private(path, f"{secret.phrase()}\n".encode()):
         return True
@@ -81,12 +80,10 @@ def save_secret(home: Path, name: str, secret: ClusterSecret) -> bool:
 
 
 def has_joined(home: Path, name: str) -> bool:
-    """Whether this machine belongs to a cluster of that name."""
     return _cluster_file(home, name).exists()
 
 
 def load_secret(home: Path, name: str) -> ClusterSecret:
-    """The secret of a cluster that this machine has joined."""
     path = _cluster_file(home, name)
     data = _read_private(path)
     if data is None:
@@ -103,18 +100,16 @@ def load_secret(home: Path, name: str) -> ClusterSecret:
 
 
 class TrustFile:
-    """Where a cluster's trust list is."""
+    """The file of a cluster's trust list."""
 
     def __init__(self, home: Path, name: str) -> None:
         self._path = _cluster_file(home, name).with_name(f"{name}.trust")
 
     def load(self) -> TrustRecord | None:
-        """See `identity.trust_store.Disk`."""
         data = _read_private(self._path)
         return None if data is None else unpacked(data, TrustRecord, str(self._path))
 
     def update(self, change: Callable[[TrustRecord | None], TrustRecord]) -> None:
-        """See `identity.trust_store.Disk`."""
         path = self._path
         try:
             path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -128,7 +123,7 @@ class TrustFile:
             raise ConfigError(f"{path}: cannot be written: {error.strerror}") from None
 
     def add(self, record: TrustRecord) -> None:
-        """Put this beside what is there. What of it counts is found out when it is loaded."""
+        """Add a record to the file. Its validity is checked when it is loaded."""
 
         def joint(saved: TrustRecord | None) -> TrustRecord:
             statements = () if saved is None else saved.statements
@@ -138,22 +133,22 @@ class TrustFile:
 
 
 def load_trust(home: Path, name: str, machine: str) -> TrustStore:
-    """The trust list of a cluster that this machine, of that name, has joined."""
+    """Return the trust list of a cluster that this machine, under that name, has joined."""
     return TrustStore(load_secret(home, name), load_node_key(home), machine, TrustFile(home, name))
 
 
 def credentials(key: NodeKey, secret: ClusterSecret, trusted: TrustStore | None = None) -> Credentials:
-    """What this machine proves itself with in a new life; its random bytes are the operating system's."""
+    """Return this machine's credentials for a new incarnation, with random bytes of the operating system."""
     return Credentials(key, secret, 1 + secrets.randbelow(2**BOOT_BITS - 1), os.urandom, trusted)
 
 
 def load_credentials(home: Path, name: str, machine: str) -> Credentials:
-    """The same for a cluster that this machine has joined."""
+    """Return the same for a cluster that this machine has joined."""
     return credentials(load_node_key(home), load_secret(home, name), load_trust(home, name, machine))
 
 
 def beside_a_node(credentials: Credentials) -> Credentials:
-    """The same for a command or a program on a machine whose node may run."""
+    """Return the credentials with boot number 0, for a command or a program on a machine whose node may run."""
     return msgspec.structs.replace(credentials, boot=0)
 
 
@@ -164,7 +159,7 @@ def _cluster_file(home: Path, name: str) -> Path:
 
 
 def _read_private(path: Path) -> bytes | None:
-    """A file that nobody else can read; None where there is none."""
+    """Return the content of a file that only its owner can read; None if there is none."""
     try:
         with path.open("rb") as file:
             about = os.fstat(file.fileno())
@@ -183,7 +178,7 @@ def _read_private(path: Path) -> bytes | None:
 
 
 def _create_private(path: Path, data: bytes) -> bool:
-    """Make a file that only we can read, with all its content at once; False if there is one already."""
+    """Atomically create a file that only its owner can read; return False if it exists already."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         descriptor, beside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # mode 0600

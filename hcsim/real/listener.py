@@ -1,12 +1,11 @@
-"""Accepting connections.
+"""Listeners of stream channels.
 
-A listener limits what strangers can take from it: TLS handshakes run beside each other, each has a
-deadline, and there is a cap on connections that nobody has accepted yet; those beyond it wait in
-the kernel's queue. One address can have only a part of them, so that it does not shut the others out. When there is no
-room, the oldest handshake of the address with the most of them is cut off. Where descriptors have run out, accepting
-pauses, and that is said once.
+A listener bounds the resources of unauthenticated clients. TLS handshakes run concurrently, each with a
+deadline. The number of connections that have not been accepted yet is capped; those beyond it wait in the
+kernel's queue. Each address can have only a part of them. When there is no room, the oldest handshake of the
+address with the most of them is cancelled. When descriptors run out, accepting pauses, with one warning.
 
-Connections that a server has taken in and nobody has accepted yet are a bounded number (`Unaccepted`).
+`Unaccepted` bounds the channels that a server has taken and that have not been accepted yet.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ MAX_UNACCEPTED = 64
 
 
 class Unaccepted:
-    """A queue of channels that ends."""
+    """A closable queue of channels that have not been accepted yet."""
 
     def __init__(self) -> None:
         self._channels: asyncio.Queue[PiecewiseChannel | None] = asyncio.Queue()
@@ -39,15 +38,14 @@ class Unaccepted:
 
     @property
     def full(self) -> bool:
-        """Whether further callers have to be sent away for now."""
+        """Whether further clients have to be rejected for now."""
         return self.closed or self._channels.qsize() >= MAX_UNACCEPTED
 
     def put(self, channel: PiecewiseChannel) -> None:
-        """Somebody has called."""
         self._channels.put_nowait(channel)
 
     async def get(self, address: str) -> PiecewiseChannel:
-        """The next channel."""
+        """Wait for the next channel. Raises `ChannelClosed` after the close."""
         channel = await self._channels.get()
         if channel is None:
             self._channels.put_nowait(None)  # for the next who asks
@@ -55,7 +53,7 @@ class Unaccepted:
         return channel
 
     async def close(self) -> None:
-        """Nobody will accept any more: hang up on those who wait."""
+        """Close the queue and the channels in it."""
         self.closed = True
         while not self._channels.empty():
             if channel := self._channels.get_nowait():
@@ -87,7 +85,7 @@ class StreamListener:
         self._handshake_timeout_s = handshake_timeout_s
         self._refused = refused
         self._handshakes: dict[str, dict[asyncio.Task[None], None]] = {}
-        """By address, the oldest first."""
+        """The running handshakes by address, oldest first."""
         self._cut_off: set[asyncio.Task[None]] = set()
         self._warned = False
         self._accepted = accepted
@@ -103,11 +101,11 @@ class StreamListener:
 
     @property
     def address(self) -> str:
-        """`host:port`, with the port that was really taken."""
+        """`host:port`, with the actual port."""
         return self._address
 
     async def accept(self) -> StreamChannel:
-        """The next channel that a peer opened (and, with TLS, proved its membership on)."""
+        """Return the next channel opened by a peer; with TLS, the peer has proved its membership."""
         channel = await self._welcomed.get()
         if channel is None:
             self._welcomed.put_nowait(None)  # for the next who asks
@@ -116,7 +114,7 @@ class StreamListener:
         return channel
 
     async def close(self) -> None:
-        """Accept no more; what nobody accepted is closed."""
+        """Stop listening and close the channels that have not been accepted."""
         if self._sock.fileno() < 0:
             return
         async with AsyncExitStack() as stack:  # from the last to the first, also where it is cancelled meanwhile
@@ -209,7 +207,7 @@ class StreamListener:
                 self._handshakes.pop(address, None)
 
     def _cut_off_one(self) -> None:
-        """Make room: the oldest handshake, of the address that has the most, unless each has but one."""
+        """Cancel the oldest handshake of the address that has the most, unless each address has only one."""
         most = max(self._handshakes.values(), key=len, default={})
         waiting = [task for task in most if task not in self._cut_off]
         if len(waiting) > 1:
@@ -250,7 +248,6 @@ async def _end(*tasks: asyncio.Task[None]) -> None:
 
 
 def listening_socket(family: int, sockaddr: Any) -> socket.socket:
-    """A socket that takes connections at that address."""
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
         sock.setblocking(False)

@@ -1,10 +1,10 @@
 """The local network through multicast DNS (RFC 6762) and DNS service discovery (RFC 6763).
 
-Any device on the local network can send any number of packets, so each has a bounded cost. Packets beyond a rate are
-dropped before they are parsed: a rate for each source address, so that one that floods does not drown the others, and
-one for all of them, since a source address can be forged. Of what is parsed, a bounded number of names is resolved at
-once and kept. zeroconf bounds its own cache; its ServiceBrowser keeps a timer for every name it ever heard of, so we
-have our own.
+Any device on the local network can send any number of packets, so the cost of each is bounded. Packets beyond a
+rate are dropped before they are parsed. There is a rate for each source address, so that a flood from one does
+not affect the others, and one for all sources, since source addresses can be forged. The numbers of names that
+are resolved at once and of services that are kept are bounded. zeroconf bounds its own cache, but its
+ServiceBrowser keeps a timer for every name ever seen, so this module has its own browser.
 """
 
 from __future__ import annotations
@@ -38,27 +38,28 @@ from hcsim.runtime.host import Service, Sighting
 
 SERVICE_TYPE = "_hcsim._tcp.local."
 SOURCE_PACKETS_PER_S, SOURCE_BURST = 50.0, 200
-"""Packets of one source address that are parsed, at each of our sockets."""
+"""The rate and burst of packets that are parsed per source address and socket."""
 PACKETS_PER_S, BURST = 100.0, 400
-"""Packets of all sources that are parsed, at each of our sockets."""
+"""The rate and burst of packets that are parsed per socket, from all sources."""
 REST_S = 0.02
-"""How long a socket is not read after a packet was dropped; then up to `MOST_AT_ONCE` packets are read at once."""
+"""How long a socket is not read after a dropped packet; then up to `MOST_AT_ONCE` packets are read at once."""
 MOST_AT_ONCE = 512
 MOST_PACKET_BYTES = 9000
 MOST_SOURCES = 256
-"""Source addresses whose rates are remembered."""
+"""The number of source addresses whose rates are kept."""
 MOST_RESOLVING = 32
-"""Names that are asked for at once, because their announcement did not say all."""
+"""The number of names that are resolved at once, because their announcements were incomplete."""
 MOST_IN_VIEW = 1024
-"""Services, and changes of services, that are kept."""
+"""The number of services, and of changes of services, that are kept."""
 _RESOLVE_TIMEOUT_MS = 3000
 _QUERY_AFTER_S = (0.1, 1.0, 3.0, 9.0)
 _QUERY_EVERY_S = 60.0
-"""Between queries for all services; whoever is there also announces itself now and then."""
+"""The interval between queries for all services; services also announce themselves from time to time."""
 _PTR, _SRV, _TXT, _A, _AAAA, _IN = 12, 33, 16, 1, 28, 1
 _QUERY = 0
 _RENAMES = 3
-"""Names that are tried where ours is taken; the next one is announced without asking whether it is taken too."""
+"""The number of further names that are tried on a conflict; the last one is announced without a check for
+conflicts."""
 _LABEL_BYTES = 63
 
 
@@ -72,7 +73,7 @@ class MdnsLan:
         self._guarding: asyncio.Task[None] | None = None
 
     async def advertise(self, service: Service) -> str:
-        """Announce a service under its IP addresses and port; a host that was given by name is looked up."""
+        """Announce a service under its resolved IP addresses and port; return the announced name."""
         hosts, port = hosts_of(service.address)
         addresses = [address for host in hosts for address in await _numeric(host)]
 
@@ -96,7 +97,7 @@ class MdnsLan:
         return name
 
     async def _register(self, name: str, info: Callable[[str], AsyncServiceInfo]) -> tuple[str, AsyncServiceInfo]:
-        """Announce the first name that nobody else has, as far as anybody can be believed."""
+        """Announce the service under the first name without a reported conflict."""
         responder, ours = self._opened(), name
         for attempt in range(_RENAMES + 1):
             announced = info(ours)
@@ -111,14 +112,13 @@ class MdnsLan:
         return ours, announced
 
     async def withdraw(self, name: str) -> None:
-        """Say goodbye."""
         info = self._advertised.pop(name, None)
         if info is None:
             raise UsageError(f"{name} is not advertised here")
         await (await self._opened().async_unregister_service(info))
 
     async def browse(self) -> AsyncIterator[Sighting]:
-        """All services in view, then every change."""
+        """Yield all services in view, then every change."""
         responder = self._opened()
         search = _Search(self._resolve, self._cached)
         browser = Browser(responder.zeroconf, search.note)
@@ -141,7 +141,7 @@ class MdnsLan:
                 await search.end()
 
     async def close(self) -> None:
-        """Withdraw everything and close the sockets."""
+        """Withdraw all services and close the sockets."""
         if self._guarding is not None:
             self._guarding.cancel()
             await asyncio.gather(self._guarding, return_exceptions=True)
@@ -166,7 +166,7 @@ class MdnsLan:
             return None
 
     async def _resolve(self, name: str) -> Service | None:
-        """Where a service is and what it says; None when it vanished meanwhile, or never was one."""
+        """Return a service's address and properties; None if it has vanished, or its name is invalid."""
         try:
             info = AsyncServiceInfo(SERVICE_TYPE, name)
             if not await info.async_request(self._opened().zeroconf, _RESOLVE_TIMEOUT_MS):
@@ -180,7 +180,7 @@ class MdnsLan:
 
 
 def cached(zeroconf: Zeroconf, name: str) -> Service | None:
-    """Where a service is and what it says, if all of it was announced already."""
+    """Return a service's address and properties if they have been announced completely."""
     try:
         info = AsyncServiceInfo(SERVICE_TYPE, name)
         return _service(info) if info.load_from_cache(zeroconf) else None
@@ -197,7 +197,7 @@ def _service(info: AsyncServiceInfo) -> Service | None:
 
 
 async def _guard(zeroconf: Zeroconf) -> None:
-    """Put a sieve before what zeroconf does with the packets of each of its sockets."""
+    """Put a rate limiter before zeroconf's protocol on each of its sockets."""
     await zeroconf.async_wait_for_start()
     for reader in zeroconf.engine.readers:
         transport = reader.transport
@@ -205,10 +205,10 @@ async def _guard(zeroconf: Zeroconf) -> None:
 
 
 class Rest:
-    """Lets a socket's packets pile up for a moment during a flood, to read them all at once.
+    """Pauses the reading of a socket during a flood, to read many packets at once.
 
-    A turn of the event loop for every packet costs ten times what it costs to read and drop it. asyncio has no public
-    way to pause a datagram transport; on an event loop without these methods packets are read one by one."""
+    One turn of the event loop per packet costs ten times as much as reading and dropping it. asyncio has no public
+    way to pause a datagram transport; on event loops without the private methods packets are read one by one."""
 
     def __init__(self, transport: Any, loop: Any) -> None:
         self._transport = transport
@@ -219,19 +219,18 @@ class Rest:
 
     @classmethod
     def of(cls, transport: Any) -> Rest | None:
-        """For a transport of the standard event loop."""
+        """Return the pause of a transport of the standard event loop, or None for other loops."""
         loop = asyncio.get_running_loop()
         possible = all(hasattr(loop, name) for name in ("_add_reader", "_remove_reader"))
         return cls(transport, loop) if possible and hasattr(transport, "_read_ready") else None
 
     def begin(self, received: Callable[[bytes, tuple[Any, ...]], bool]) -> None:
-        """Read nothing for a moment, then all that came, until `received` has taken all of it."""
+        """Pause, then read all waiting packets; repeat until `received` has accepted all of them."""
         if self._resting is None and not self._transport.is_closing():
             self._loop._remove_reader(self._fd)
             self._resting = self._loop.call_later(REST_S, self._read_all, received)
 
     def end(self) -> None:
-        """The transport is closed."""
         if self._resting is not None:
             self._resting.cancel()
         self._sock.close()
@@ -254,7 +253,7 @@ class Rest:
 
 
 class Sieve(asyncio.DatagramProtocol):
-    """Passes packets on to another protocol, and drops those beyond the rates above."""
+    """A rate limiter: passes packets on to another protocol, and drops those beyond the rates above."""
 
     def __init__(self, inner: Any, clock: Callable[[], float] = time.monotonic, rest: Rest | None = None) -> None:
         self._inner = inner
@@ -264,7 +263,6 @@ class Sieve(asyncio.DatagramProtocol):
         self._sources: dict[str, TokenBucket] = {}
 
     def datagram_received(self, data: bytes, address: tuple[Any, ...]) -> None:
-        """A packet came."""
         if not self._passes(data, address) and self._rest is not None:
             self._rest.begin(self._passes)
 
@@ -281,18 +279,16 @@ class Sieve(asyncio.DatagramProtocol):
         return True
 
     def error_received(self, exc: Exception) -> None:
-        """The socket reports an error."""
         self._inner.error_received(exc)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The socket is closed."""
         if self._rest is not None:
             self._rest.end()
         self._inner.connection_lost(exc)
 
 
 class Browser(RecordUpdateListener):
-    """Asks for services of our type, and tells which names come, change and go."""
+    """Queries for services of type `_hcsim._tcp`, and reports the names that appear, change and disappear."""
 
     def __init__(self, zeroconf: Zeroconf, note: Callable[[str, ServiceStateChange], None]) -> None:
         super().__init__()
@@ -304,13 +300,12 @@ class Browser(RecordUpdateListener):
         self._asking = asyncio.create_task(self._ask(), name="browse")
 
     async def cancel(self) -> None:
-        """Ask and tell no more."""
         self._zeroconf.async_remove_listener(self)
         self._asking.cancel()
         await asyncio.gather(self._asking, return_exceptions=True)
 
     def async_update_records(self, zc: Zeroconf, now: float, records: Sequence[RecordUpdate]) -> None:
-        """See `RecordUpdateListener`; the cache does not have the new records yet."""
+        """Collect changes; see `RecordUpdateListener`. The cache does not have the new records yet."""
         for update in records:
             record: Any = update.new
             if record.type == _PTR:
@@ -329,7 +324,7 @@ class Browser(RecordUpdateListener):
                         self._changes.setdefault(name, ServiceStateChange.Updated)
 
     def async_update_records_complete(self) -> None:
-        """See `RecordUpdateListener`; now the cache has them."""
+        """Report the changes; see `RecordUpdateListener`. The cache has the new records now."""
         changes, self._changes = self._changes, {}
         for name, change in changes.items():
             self._note(name, change)
@@ -352,10 +347,10 @@ class Browser(RecordUpdateListener):
 
 
 class _Search:
-    """Resolves the names that a browser hears of, beside each other: one without an answer holds up no other.
+    """Resolves names concurrently, so that a name without an answer does not delay others.
 
-    What was announced whole is there at once. Names that have to be asked for are a bounded number; beyond it they are
-    dropped, and heard of again when they are announced again."""
+    Completely announced services are available at once. The number of names that have to be queried is bounded.
+    Names beyond it are dropped until they are announced again."""
 
     def __init__(
         self, resolve: Callable[[str], Awaitable[Service | None]], cached: Callable[[str], Service | None]
@@ -366,10 +361,9 @@ class _Search:
         self._tasks: set[asyncio.Task[None]] = set()
         self._resolving: dict[str, asyncio.Task[None]] = {}
         self._changed: set[str] = set()
-        """Those that have changed while they were resolved."""
+        """Names that have changed during their resolution."""
 
     def note(self, name: str, change: ServiceStateChange) -> None:
-        """A name came, changed or went."""
         if change is ServiceStateChange.Removed:
             if name in self._resolving:
                 self._resolving.pop(name).cancel()
@@ -385,14 +379,13 @@ class _Search:
             task.add_done_callback(self._tasks.discard)
 
     async def found(self) -> tuple[str, Service | None]:
-        """The next name, with what it stands for now; raises what a resolution raised."""
+        """Return the next name and its service, None if it has gone. Raises the exception of a failed resolution."""
         found = await self._found.get()
         if isinstance(found, Exception):
             raise found
         return found
 
     async def end(self) -> None:
-        """Resolve nothing more."""
         tasks = tuple(self._tasks)
         for task in tasks:
             task.cancel()
@@ -404,7 +397,7 @@ class _Search:
         self._found.put_nowait(found)
 
     async def _follow(self, name: str) -> None:
-        """Resolve a name until it has not changed meanwhile."""
+        """Resolve a name again until it has not changed during its resolution."""
         try:
             self._changed.add(name)
             while name in self._changed:

@@ -1,8 +1,8 @@
-"""A channel over something that carries messages of bounded size, such as a gRPC stream or a WebSocket.
+"""A channel over a carrier of messages of bounded size, such as a gRPC stream or a WebSocket.
 
-A frame travels as pieces: its header and the beginning of its payload, then the rest. A piece is small, so a stranger
-can make us hold little before its header has been checked. What the carrier has received is not read before somebody
-asks for it, so back-pressure is the carrier's own.
+A frame is split into pieces: the header with the beginning of the payload, then the rest. Pieces are small, so
+a stranger can occupy only little memory before its header has been checked. Pieces are only read from the
+carrier when a frame is received, so the carrier's own back-pressure applies.
 """
 
 from __future__ import annotations
@@ -17,35 +17,34 @@ from hcsim.runtime.channel import EMPTY, REST_S, Landed, Payload, Place
 from hcsim.runtime.frame import HEADER_BYTES, Header, decode_header, encode_header
 
 _LINGER_S = 0.25
-"""How long a close waits for what was sent to leave."""
+"""How long a close waits until the data sent have left."""
 _WIND_DOWN_S = 60.0
-"""How long what was sent may take to arrive, after that."""
+"""How long the data sent may take to arrive after that."""
 _SMALL_TALK_PIECES, _SMALL_TALK_BYTES = 16, 64 * 1024
-"""How much a peer may go on to say meanwhile. One that says more, or more often, must learn that nobody listens."""
+"""The pieces and bytes that a peer may go on sending meanwhile. Beyond them the connection is cut, so that the
+peer notices the close."""
 
 
 class Pipe(Protocol):
-    """Carries pieces in order. One task reads, one writes."""
+    """A carrier of pieces, in order. One task reads, one writes."""
 
     carrier: str
-    """See `Channel.carrier`."""
     piece_bytes: int
 
     async def write(self, piece: bytes) -> None:
-        """Returns when there is room for the next; raises `OSError` when the connection is over."""
+        """Send a piece; return when there is room for the next. Raises `OSError` if the connection has ended."""
 
     async def read(self) -> bytes | None:
-        """The next piece; None at the end. Raises `OSError` when the connection broke."""
+        """Return the next piece, None at the end. Raises `OSError` if the connection broke."""
 
     async def finish(self) -> None:
-        """Say that nothing more will be written."""
+        """Signal the end of the data sent."""
 
-    async def abort(self) -> None:
-        """Let go of everything."""
+    async def abort(self) -> None: ...
 
 
 class PiecewiseChannel:
-    """A channel over a pipe, which it owns from now on."""
+    """A channel over a pipe, which it owns."""
 
     outlet = None
 
@@ -55,48 +54,45 @@ class PiecewiseChannel:
         self._max_frame_bytes = FIRST_MAX_FRAME_BYTES
         self._over: asyncio.Future[ChannelError] = asyncio.get_running_loop().create_future()
         self._finished: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Done when all that was sent has left, or never will."""
+        """Done when all data sent have left, or cannot leave."""
         self._turn = asyncio.Lock()
         self._write: asyncio.Task[None] | None = None
         self._send_error: ChannelError | None = None
         self._read: asyncio.Task[bytes | None] | None = None
         self._first: bytes | None = None
-        """The first piece of a frame whose place is not known yet."""
+        """The first piece of a frame whose destination is not known yet."""
         self._receiving = False
 
     @property
     def peer(self) -> str:
-        """The other end's address."""
         return self._peer
 
     @property
     def carrier(self) -> str:
-        """The pipe's."""
         return self._pipe.carrier
 
     @property
     def identity(self) -> str:
-        """The carrier proves membership at most."""
+        """Empty: the carrier proves membership at most."""
         return ""
 
     @property
     def ends(self) -> tuple[str, str]:
-        """Nor of the sockets below: there may be a tunnel or a proxy in between."""
+        """Empty: there may be a tunnel or a proxy in between."""
         return "", ""
 
     @property
     def binding(self) -> bytes:
-        """Of the carrier's encryption nothing is known here."""
+        """Empty: nothing is known about the carrier's encryption."""
         return b""
 
     def limit(self, max_frame_bytes: int) -> None:
-        """Refuse larger payloads from now on."""
+        """Reject larger payloads from now on."""
         self._max_frame_bytes = max_frame_bytes
 
     # Sending.
 
     async def send(self, header: Header, payload: Payload = EMPTY) -> None:
-        """Send one frame; see `Channel.send`."""
         data, head = bytes_of(header, payload), encode_header(header)
         async with self._turn:
             self._raise_if_over()
@@ -116,7 +112,8 @@ class PiecewiseChannel:
                 raise self._send_error from error
 
     async def _complete_frame(self, write: asyncio.Task[None]) -> None:
-        """Send the rest of a frame whose sender gave up, while the peer reads: behind it we may want to say why."""
+        """Send the rest of a frame after its sender was cancelled, as long as the peer reads, since an abort may follow
+        it."""
         try:
             await asyncio.wait((write, self._over), timeout=REST_S, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -134,7 +131,7 @@ class PiecewiseChannel:
     # Receiving.
 
     async def recv(self, place: Place) -> tuple[Header, Payload]:
-        """Receive the next frame; see `Channel.recv`. A `place` that fails leaves the frame unread."""
+        """Receive the next frame; see `Channel.recv`. If `place` fails, the frame stays unread."""
         self._raise_if_over()
         if self._receiving:
             raise UsageError(f"two tasks receive from {self._peer} at once")
@@ -156,7 +153,6 @@ class PiecewiseChannel:
             self._receiving = False
 
     async def pump(self, place: Place, landed: Landed) -> None:
-        """Receive all frames; see `Channel.pump`."""
         while True:
             # Not by name: a payload is part of somebody's array, which must not live on because we wait.
             landed(*await self.recv(place))
@@ -193,7 +189,7 @@ class PiecewiseChannel:
             raise
 
     async def _next(self, *, within_frame: bool) -> bytes:
-        """The next piece. Cancelled, it is there for the next who asks."""
+        """Return the next piece. If cancelled, the piece is kept for the next call."""
         if self._read is None:
             self._read = asyncio.create_task(self._pipe.read(), name=f"read from {self._peer}")
         await asyncio.wait((self._read, self._over), return_when=asyncio.FIRST_COMPLETED)
@@ -213,7 +209,6 @@ class PiecewiseChannel:
     # Ending.
 
     async def close(self) -> None:
-        """End it; see `Channel.close`."""
         if not self._over.done():
             self._stop(ChannelClosed(f"we closed the channel to {self._peer}", self._peer))
         await asyncio.wait((self._finished,), timeout=_LINGER_S)
@@ -223,7 +218,7 @@ class PiecewiseChannel:
             raise fresh(self._over.result())
 
     def _end(self, error: ChannelError) -> ChannelError:
-        """Every later or waiting use raises the first error given here."""
+        """End the channel. Every later or waiting use raises the first error given here."""
         if not self._over.done():
             self._stop(error)
         return fresh(self._over.result())
@@ -235,7 +230,7 @@ class PiecewiseChannel:
         task.add_done_callback(_WINDING_DOWN.discard)
 
     async def _wind_down(self) -> None:
-        """Let what was sent arrive: say that it is over, and wait until the peer says so too, or talks on and on."""
+        """Let the data sent arrive: signal the end, and wait until the peer does too, or has sent too much."""
         clock = asyncio.get_running_loop().time
         try:
             async with asyncio.timeout(_WIND_DOWN_S):
@@ -266,4 +261,4 @@ class PiecewiseChannel:
 
 
 _WINDING_DOWN: set[asyncio.Task[None]] = set()
-"""The loop itself does not keep tasks alive."""
+"""References to the running tasks, which the event loop does not keep alive."""

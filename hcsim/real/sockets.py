@@ -18,11 +18,10 @@ from hcsim.real.failures import fresh
 
 
 class Direction:
-    """Lets the event loop finish what would block, in one direction of a socket.
+    """One direction of a socket; the event loop completes what would block.
 
-    The registration with the selector outlives the transfer, since the next one usually follows
-    at once. It is dropped when the socket is ready and nobody waits.
-    """
+    The registration with the selector outlives the transfer, since the next one usually follows at once. It is
+    dropped when the socket is ready and no task waits."""
 
     __slots__ = ("_fd", "_loop", "_step", "_unwatch", "_waiter", "_watch", "_watched")
 
@@ -37,7 +36,6 @@ class Direction:
 
     @property
     def busy(self) -> bool:
-        """Whether somebody waits."""
         return self._waiter is not None
 
     async def finish(self, step: Callable[[], bool]) -> None:
@@ -57,7 +55,7 @@ class Direction:
             self._waiter = self._step = None
 
     def ready(self) -> None:
-        """The socket is; or something else is worth a try."""
+        """Try the step again: the socket is ready, or something else has changed."""
         waiter, step = self._waiter, self._step
         if waiter is None or step is None:
             self._stop_watching()
@@ -75,7 +73,7 @@ class Direction:
                 waiter.set_result(None)
 
     def abandon(self, error: ChannelError) -> None:
-        """Watch no more; whoever waits gets the error."""
+        """Stop watching. A waiting task gets the error."""
         self._stop_watching()
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_exception(fresh(error))
@@ -87,7 +85,7 @@ class Direction:
 
 
 async def readable(sock: socket.socket) -> None:
-    """Returns when there is something to read, or somebody at the door."""
+    """Return when there is something to read, or a connection to accept."""
     loop, called = asyncio.get_running_loop(), asyncio.Event()
     loop.add_reader(sock, called.set)
     try:
@@ -97,10 +95,10 @@ async def readable(sock: socket.socket) -> None:
 
 
 class Closable(Protocol):
-    """A socket, or the like."""
+    """A socket or a similar resource."""
 
     def close(self) -> object:
-        """Only here: a parent's copy stays open."""
+        """Close it in this process only; the parent's copy stays open."""
 
 
 _LISTENING: WeakSet[Closable] = WeakSet()
@@ -108,7 +106,7 @@ _OTHERS: WeakSet[Closable] = WeakSet()
 
 
 def own(what: Closable, *, listens: bool = False) -> None:
-    """It is this process's alone; a process that is started by `exec` does not get it anyway."""
+    """Close this resource in every forked child. Programs started by `exec` do not inherit it anyway."""
     (_LISTENING if listens else _OTHERS).add(what)
 
 

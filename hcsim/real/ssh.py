@@ -1,9 +1,10 @@
-"""Starting programs on other machines through ssh, and ending them.
+"""Programs on other machines, started and ended through ssh.
 
-What a program is to read goes to its standard input, which then stays open: when it closes, because we close it or
-because we or the connection die, the program knows that nobody attends to it any more. A connection that dies without
-a word closes nothing at the other end: so an empty line goes there now and then, and the program may take silence for
-our end. So nothing is left running that somebody would have to log in to end. Output comes back line by line.
+A program reads its input from standard input, which then stays open. When it closes, because of a close here or
+the end of this process or of the connection, the program knows that it is no longer attended. A connection that
+dies silently closes nothing at the other end. Therefore an empty line is sent periodically, and the program may
+take silence for the end. So no program is left running that would have to be ended by hand. Output comes back
+line by line.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from contextlib import asynccontextmanager, suppress
 from hcsim.errors import ConfigError, HcsimError
 
 _SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=5")
-"""Never ask for a password: nobody could tell which of the machines asks."""
+"""Without password prompts, which would not show the machine that asks."""
 _SSH_FAILED = 255
 _NOT_FOUND = 127
 _REFUSED = 2
@@ -25,7 +26,7 @@ _ATTENTION_S = 5.0
 
 
 class Remotes:
-    """The programs on other machines."""
+    """The programs started on other machines."""
 
     def __init__(self, tell: Callable[[str], None], sign: str) -> None:
         self._tell = tell
@@ -35,10 +36,10 @@ class Remotes:
         self._attention: list[asyncio.Task[None]] = []
         self._let_go = False
         self.failed: asyncio.Future[HcsimError] = asyncio.get_running_loop().create_future()
-        """Done when one of them did not even begin."""
+        """Done, with the error, when a program could not start."""
 
     async def start(self, host: str, command: Sequence[str], text: str) -> None:
-        """Run a command there, and give it the text to read."""
+        """Run a command on a host, with this text as input."""
         if host.startswith("-") or not host:
             raise ConfigError(f"{host!r} is not the name of a host")
         try:
@@ -57,7 +58,7 @@ class Remotes:
             await process.stdin.drain()
 
     def let_go(self) -> None:
-        """Nobody attends to them any more: they are to end in an orderly way."""
+        """Close the input of all programs, so that they end in an orderly way."""
         self._let_go = True
         for attention in self._attention:
             attention.cancel()
@@ -66,7 +67,7 @@ class Remotes:
             process.stdin.close()
 
     async def end(self, grace_s: float) -> None:
-        """Let them go; whoever is not done after that time loses its connection."""
+        """Let the programs end; after the grace period cut the remaining connections."""
         self.let_go()
         try:
             async with asyncio.timeout(grace_s):
@@ -79,7 +80,6 @@ class Remotes:
             await asyncio.gather(*self._watching.values(), return_exceptions=True)
 
     def cut(self) -> None:
-        """End the connections at once."""
         for process in self._processes.values():
             if process.returncode is None:
                 process.terminate()
@@ -107,9 +107,9 @@ class Remotes:
 
 @asynccontextmanager
 async def remotes(tell: Callable[[str], None], sign: str, grace_s: float) -> AsyncIterator[Remotes]:
-    """Programs on other machines that end when this block does: when it ends well, with time to finish.
+    """Programs on other machines that end with this context; if it ends without an error, they have the grace period.
 
-    By a line that is the `sign` they show that they have begun."""
+    A program prints the line `sign` to show that it has started."""
     others = Remotes(tell, sign)
     try:
         yield others
@@ -128,7 +128,7 @@ async def _attend(stdin: asyncio.StreamWriter) -> None:
 
 
 def _failure(host: str, program: str, status: int, last: str, begun: bool) -> str:
-    """Why a program did not begin there; empty where it did, or need not any more."""
+    """Return the reason why a program did not start; empty if it did, or need not any more."""
     if status == _SSH_FAILED:
         return f"ssh does not get to {host}: {last or 'it gave no reason'}; try `ssh {host} true` until that works"
     if status == _NOT_FOUND:

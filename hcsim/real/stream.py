@@ -28,7 +28,7 @@ from hcsim.runtime.frame import Header
 WOULD_BLOCK = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 Parts: TypeAlias = list[bytes | memoryview]
 FIRST_MAX_FRAME_BYTES = 64 * 1024
-"""What a peer may send before somebody raises the limit: enough to say hello."""
+"""The initial limit on a peer's frames, which is enough for a hello."""
 MOST_S = 60.0
 """How long what was sent may take to arrive."""
 MOST_AT_END_S = 10.0
@@ -58,55 +58,54 @@ class Forwarder(Outlet, Protocol):
 
 
 class Stream(Protocol):
-    """Bytes in both directions, in order. What cannot be done at once raises that it would block (`WOULD_BLOCK`)."""
+    """An ordered byte stream in both directions. Operations that would block raise one of `WOULD_BLOCK`."""
 
     incoming: Direction
-    """Ready when there may be something to read, as far as the event loop can see."""
+    """Ready when there may be something to read that the event loop can see."""
     outgoing: Direction
     """Ready when there may be room to write."""
     carrier: str
-    """See `Channel.carrier`."""
     ends: tuple[str, str]
     read_ahead_bytes: int
-    """How much it pays to read at once where a header is expected."""
+    """The number of bytes worth reading at once where a header is expected."""
     reports_late: bool
-    """Whether it may have taken more than it has reported as written."""
+    """Whether the stream may have taken more bytes than it has reported as written."""
     adds: bool
-    """Whether it can add what it reads."""
+    """Whether the stream supports reduce on receive."""
     forwarder: Forwarder | None
 
     @property
     def write(self) -> Callable[[Parts], int]:
-        """Take from the beginning of what is to be sent, and say how much."""
+        """Write from the beginning of the parts and return the number of bytes taken."""
 
     @property
     def read(self) -> Callable[[memoryview], int]:
-        """Read some; 0 at the end."""
+        """Read some bytes and return their number; 0 at the end."""
 
     def add(self, fold: Fold, have: int, most: int) -> int:
-        """Read some of what a fold is to receive, of which `have` bytes have come; 0 where it would block.
+        """Read bytes of a fold and reduce them; `have` bytes of it have come already. Return 0 where it would block.
 
         Raises `EOFError` at the end."""
 
     def hides_bytes(self) -> bool:
-        """Whether there may be something to read that the event loop cannot see."""
+        """Return whether there may be something to read that the event loop cannot see."""
 
     def hides_room(self) -> bool:
-        """The same for room to write."""
+        """Return the same for room to write."""
 
     def finish(self) -> None:
-        """Say that nothing more will be written."""
+        """Signal the end of the data written."""
 
     def undelivered_bytes(self) -> int:
-        """How much of what was written could still be lost by closing it, once it is finished; what comes is thrown
-        away."""
+        """Return how much of the data written could still be lost by a close; input is discarded.
 
-    def close(self) -> None:
-        """Let go of it."""
+        Call it after `finish` only."""
+
+    def close(self) -> None: ...
 
 
 def bytes_of(header: Header, payload: Payload) -> memoryview:
-    """What is to be sent, if it is what the header announces."""
+    """Return the bytes to send, after checking them against the header."""
     if isinstance(payload, Phantom):
         raise UsageError("a phantom has no bytes, so it cannot cross a real network")
     if len(payload) != header.length:
@@ -115,7 +114,7 @@ def bytes_of(header: Header, payload: Payload) -> memoryview:
 
 
 def room_for(header: Header, where: memoryview | Fold | None) -> memoryview:
-    """What is received goes there as it is; nothing is added to anything."""
+    """Return the buffer to receive a payload into, without any reduction."""
     view = where.room if isinstance(where, Fold) else where
     if view is None:
         return memoryview(bytearray(header.length))
@@ -126,7 +125,7 @@ def room_for(header: Header, where: memoryview | Fold | None) -> memoryview:
 
 
 class _Held:
-    """A stream that we have finished with."""
+    """A finished stream with undelivered data."""
 
     def __init__(self, stream: Stream) -> None:
         self.stream = stream
@@ -138,12 +137,11 @@ class _Held:
         self._look_s = _FIRST_LOOK_S
 
     def hurry(self) -> None:
-        """The program ends."""
+        """Use the shorter time limits: the program ends."""
         self._until_s = min(self._until_s, time.monotonic() + MOST_AT_END_S)
         self._patience_s = STUCK_S
 
     def is_over(self) -> bool:
-        """Whether there is nothing more to wait for."""
         now_s, before_bytes = time.monotonic(), self._left_bytes
         self._left_bytes = self.stream.undelivered_bytes()
         if self._left_bytes < before_bytes:
@@ -151,17 +149,17 @@ class _Held:
         return not self._left_bytes or now_s > min(self._until_s, self._moved_s + self._patience_s)
 
     def next_look_s(self) -> float:
-        """When to look again, from now: less and less often."""
+        """Return the delay until the next check; it doubles up to a limit."""
         self._look_s = min(2 * self._look_s, _SLOWEST_LOOK_S)
         return self._look_s
 
 
 _HELD: dict[_Held, None] = {}
-"""The oldest first."""
+"""The held streams, oldest first."""
 
 
 def close_when_delivered(stream: Stream) -> None:
-    """Close a stream that has been finished: now if nothing is under way, or else in the background."""
+    """Close a finished stream: now if all data are delivered, otherwise in the background."""
     for held in tuple(_HELD):
         if held.loop.is_closed() and held.is_over():  # nobody else looks after it
             _let_go(held)

@@ -1,14 +1,13 @@
-"""A channel over one stream of bytes.
+"""A channel over one byte stream.
 
-Throughput comes from doing little: no stream buffers, no transport. A frame leaves in one call with
-header and payload; a payload is received straight into its destination, or added to it, or passed on to another
-stream that shares memory with us. Each direction tries
-at once, and only when the stream would block does the event loop take over. The loop's callback then moves the bytes
-itself. Who receives a single frame is woken when its header is there, to say where the rest goes, and when all is; who
-pumps is not woken at all, since the callback hands over what has come.
+For throughput, it uses neither stream buffers nor a transport. A frame leaves in one call, with header and
+payload. A payload is received directly into its destination, or reduced into it, or forwarded to another
+shared-memory stream. Each direction tries at once; only when the stream would block does the event loop's
+callback continue the transfer. A task that receives a single frame is woken twice: when the header has come, to
+give the destination, and at the end. A task that pumps is not woken, since the callback hands over the frames.
 
-Headers are read through a small read-ahead buffer, so that a run of small frames costs one system
-call and a large one copies no more than the read-ahead.
+Headers are read through a small read-ahead buffer. A run of small frames costs one system call, and of a large
+frame no more than the read-ahead is copied.
 """
 
 from __future__ import annotations
@@ -39,21 +38,21 @@ from hcsim.runtime.frame import HEADER_BYTES, Header, decode_header, encode_head
 
 _LARGE_BYTES = 64 * 1024
 _BYTES_PER_TURN = 4 * 2**20
-"""How much is read in a row before other tasks get their turn."""
+"""How much is read before other tasks run."""
 _SENDS_PER_TURN = 16
 _FRAMES_PER_TURN = 64
-"""How many are sent in a row, to a peer that keeps up, before other tasks get theirs."""
+"""The number of frames sent without blocking before other tasks run."""
 
 
 class _Over(Exception):
-    """Nothing more can be received. Told apart from what whoever takes frames in raises."""
+    """Nothing more can be received. A type of its own, to tell it from exceptions of `place` and `landed`."""
 
     def __init__(self, why: ChannelError) -> None:
         self.why = why
 
 
 class StreamChannel:
-    """A channel over a stream, which it owns from now on."""
+    """A channel over a stream, which it owns."""
 
     def __init__(self, stream: Stream, peer: str, identity: str = "", binding: bytes = b"") -> None:
         self.stream = stream
@@ -69,7 +68,7 @@ class StreamChannel:
         self._ahead_start = 0
         self._ahead_end = 0
         self._header: Header | None = None
-        """Whose payload is being received."""
+        """The header of the frame whose payload is being received."""
         self._payload = self._into = EMPTY
         self._fold: Fold | None = None
         self._missing_bytes = 0
@@ -88,40 +87,35 @@ class StreamChannel:
 
     @property
     def peer(self) -> str:
-        """The other end's address."""
         return self._peer
 
     @property
     def carrier(self) -> str:
-        """The stream's."""
         return self.stream.carrier
 
     @property
     def identity(self) -> str:
-        """What TLS has proved; nothing else proves anybody's."""
+        """The identity proved by TLS; empty without TLS."""
         return self._identity
 
     @property
     def ends(self) -> tuple[str, str]:
-        """The stream's."""
         return self.stream.ends
 
     @property
     def binding(self) -> bytes:
-        """TLS's; nothing else encrypts."""
+        """The channel binding of TLS; empty without TLS."""
         return self._binding
 
     @property
     def outlet(self) -> Outlet | None:
-        """The stream's."""
         return self._forwarder
 
     def limit(self, max_frame_bytes: int) -> None:
-        """Refuse larger payloads from now on."""
+        """Reject larger payloads from now on."""
         self._max_frame_bytes = max_frame_bytes
 
     async def send(self, header: Header, payload: Payload = EMPTY) -> None:
-        """Send one frame; see `Channel.send`."""
         data, head = bytes_of(header, payload), encode_header(header)
         async with self._turn:
             self._sent_in_a_row += 1
@@ -146,7 +140,7 @@ class StreamChannel:
                 self._unsent = []
 
     async def recv(self, place: Place) -> tuple[Header, Payload]:
-        """Receive the next frame; see `Channel.recv`. A `place` that fails leaves the frame unread."""
+        """Receive the next frame; see `Channel.recv`. If `place` fails, the frame stays unread."""
         with self._receiving():
             await self._until(self._has_header)
             while (wanted := self._begin(place)) is not None:
@@ -156,11 +150,11 @@ class StreamChannel:
         return self._whole()
 
     async def pump(self, place: Place, landed: Landed) -> None:
-        """Receive all frames; see `Channel.pump`. The event loop's callback takes them, and wakes no task of ours."""
+        """Receive all frames; see `Channel.pump`. The event loop's callback handles them without waking a task."""
         wanted: asyncio.Future[None] | None = None
 
         def hand_over() -> bool:
-            """Take what is there; True when the place of a frame is to be waited for."""
+            """Process the available frames; return True if the destination of a frame has to be waited for."""
             nonlocal wanted
             while True:
                 if self._header is None:
@@ -180,7 +174,6 @@ class StreamChannel:
                 self._raise_if_over(self._error)
 
     async def close(self) -> None:
-        """End it; see `Channel.close`."""
         if self._error is None:
             self._stop(ChannelClosed(f"we closed the channel to {self._peer}", self._peer))
             close_when_delivered(self.stream)
@@ -189,7 +182,7 @@ class StreamChannel:
 
     @contextmanager
     def _receiving(self) -> Iterator[None]:
-        """One task at a time. What breaks the stream ends the channel; what `place` and `landed` raise does not."""
+        """Allow one receiver at a time. Stream errors end the channel; those of `place` and `landed` do not."""
         self._raise_if_over(self._error)
         if self._incoming.busy:
             raise UsageError(f"two tasks receive from {self._peer} at once")
@@ -203,7 +196,7 @@ class StreamChannel:
             raise self._end(over.why) from over.__cause__
 
     async def _until(self, pull: Callable[[], bool]) -> None:
-        """Returns when `pull` has what it wants. It is tried at once, and then whenever there may be more to read."""
+        """Call `pull` at once, and whenever there may be more to read, until it returns True."""
 
         def tried() -> bool:
             if pull():
@@ -217,7 +210,7 @@ class StreamChannel:
             await self._incoming.finish(tried)
 
     def _has_header(self) -> bool:
-        """Whether a header is there; reads one, and perhaps some of what follows."""
+        """Return whether a header is there; reads one, and perhaps some of what follows."""
         ahead, have = self._ahead, self._ahead_end - self._ahead_start
         if have >= HEADER_BYTES:
             return True
@@ -235,7 +228,7 @@ class StreamChannel:
         return True
 
     def _begin(self, place: Place) -> asyncio.Future[None] | None:
-        """A header is there: find out where its payload goes. Returns what has to be waited for before, if anything."""
+        """Decode the header and ask for the payload's destination; return a future if it has to be awaited."""
         start = self._ahead_start
         try:
             header = decode_header(
@@ -260,7 +253,7 @@ class StreamChannel:
         return None
 
     def _has_payload(self) -> bool:
-        """Whether the payload of the frame that has begun is there; reads on, as far as others need not wait."""
+        """Return whether the current payload is complete; reads on until other tasks have to run."""
         while self._missing_bytes and self._turn_bytes < _BYTES_PER_TURN:
             if self._fold is None:
                 count = self._read(self._into)
@@ -274,14 +267,15 @@ class StreamChannel:
         return not self._missing_bytes
 
     def _whole(self) -> tuple[Header, Payload]:
-        """The frame that has come. We keep nothing of it: it is part of somebody's array."""
+        """Return the complete frame. The channel keeps no reference to it, since the payload is part of a caller's
+        array."""
         assert self._header is not None
         frame = self._header, self._payload
         self._header, self._payload, self._into, self._fold = None, EMPTY, EMPTY, None
         return frame
 
     def _read(self, into: memoryview) -> int:
-        """Some bytes, if there are any."""
+        """Read some bytes; return 0 if there are none."""
         try:
             count = self.stream.read(into)
         except WOULD_BLOCK:
@@ -293,7 +287,7 @@ class StreamChannel:
         return count
 
     def _add(self, fold: Fold) -> int:
-        """The same for what is added up as it comes."""
+        """Read and reduce some bytes; return 0 if there are none."""
         have, most = len(fold.into) - self._missing_bytes, _BYTES_PER_TURN - self._turn_bytes
         try:
             return self.stream.add(fold, have, most)
@@ -303,7 +297,7 @@ class StreamChannel:
             raise _Over(translated(error, self._peer)) from error
 
     def _is_conveyed(self) -> bool:
-        """Whether whatever comes now is for belts, which have taken what is there."""
+        """Run the belts on the input; return whether the next input belongs to them."""
         if self._forwarder is None or not self._forwarder.is_busy:
             return False
         took, others = self._forwarder.run(self._received())
@@ -312,11 +306,11 @@ class StreamChannel:
         return not others
 
     def _is_idle(self) -> bool:
-        """Whether a frame can be sent here and now. It may overtake who is just getting its turn: frames are whole."""
+        """Whether a frame can be sent at once. It may overtake a waiting sender, since frames are sent as a whole."""
         return self._error is None and self._send_error is None and not self._turn.locked()
 
     def _received(self) -> bytes:
-        """What has been read of a header."""
+        """Return the part of a header that has been read."""
         return bytes(self._ahead[self._ahead_start : self._ahead_end])
 
     def _end_of_stream(self) -> ChannelError:
@@ -328,7 +322,8 @@ class StreamChannel:
     # -- sending
 
     async def _complete_frame(self) -> None:
-        """Send the rest of a frame whose sender gave up, while the peer reads: behind it we may want to say why."""
+        """Send the rest of a frame after its sender was cancelled, as long as the peer reads, since an abort may follow
+        it."""
         try:
             async with asyncio.timeout(REST_S):
                 # Tried at once: the room that it waited for may have come with the cancellation.
@@ -341,7 +336,7 @@ class StreamChannel:
                 self._end(ChannelBroken(f"a frame to {self._peer} was cancelled half-way", self._peer))
 
     def _push(self) -> bool:
-        """Write on; True when the frame has left, False when the loop has to call again."""
+        """Continue to write; return True when the frame is complete, False when the loop has to call again."""
         write = self.stream.write
         for _ in range(_SENDS_PER_TURN):
             try:
@@ -360,7 +355,6 @@ class StreamChannel:
 
     @property
     def is_open(self) -> bool:
-        """Whether it can still be used."""
         return self._error is None
 
     def _raise_if_over(self, error: ChannelError | None) -> None:
@@ -368,7 +362,7 @@ class StreamChannel:
             raise fresh(error)
 
     def _end(self, error: ChannelError) -> ChannelError:
-        """Close the stream; every later or waiting use raises the first error given here."""
+        """Close the stream. Every later or waiting use raises the first error given here."""
         if self._error is None:
             self._stop(error)
             self.stream.close()

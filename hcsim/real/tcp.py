@@ -23,22 +23,21 @@ _READ_AHEAD_BYTES = 4 * 1024
 _DISCARDED_BYTES = 64 * 1024
 _DISCARDS_PER_LOOK = 64
 _SO_NWRITE = 0x1024
-"""What macOS calls the bytes that a socket still has to send, or send again."""
+"""macOS's option for the bytes that a socket still has to send, or send again."""
 _TLS_RECORD_BYTES = 16 * 1024
 
 
 def tune(sock: socket.socket) -> None:
-    """Set what every connected socket of ours needs, dialled or accepted.
+    """Set the options of a connected socket, dialled or accepted.
 
-    The socket buffers stay with the kernel: on loopback its autotuning was at least as fast as a fixed 1 or
-    4 MiB and up to twice as fast as 256 KiB, and a fixed size would also fix the window on long paths.
-    """
+    The socket buffers stay with the kernel: on loopback its autotuning was at least as fast as a fixed 1 or 4 MiB
+    and up to twice as fast as 256 KiB, and a fixed size would also fix the window on long paths."""
     sock.setblocking(False)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
 class _SocketStream:
-    """What the two kinds have in common: a connected, non-blocking socket, which is the stream's from now on."""
+    """Common base of the socket streams: a connected, non-blocking socket, which the stream owns."""
 
     read_ahead_bytes = _READ_AHEAD_BYTES
     forwarder: Forwarder | None = None
@@ -53,22 +52,21 @@ class _SocketStream:
         own(sock)
 
     def hides_room(self) -> bool:
-        """The kernel's buffers are in sight."""
+        """Return False: the event loop sees the kernel's buffers."""
         return False
 
     def finish(self) -> None:
-        """See `Stream.finish`."""
         with suppress(OSError):  # the peer may have been faster
             self._sock.shutdown(socket.SHUT_WR)
 
     def undelivered_bytes(self) -> int:
-        """See `Stream.undelivered_bytes`."""
         return 0 if self._discard_input() else _unacknowledged_bytes(self._sock)
 
     def _discard_input(self) -> bool:
-        """Throw away what has come, for to close on it would reset the connection; whether nothing more can come.
+        """Discard the input, since closing on unread input would reset the connection; return whether the input has
+        ended.
 
-        TLS is over since it was finished: these are raw bytes."""
+        TLS ended with `finish`, so these are raw bytes."""
         try:
             for _ in range(_DISCARDS_PER_LOOK):
                 if not self._sock.recv(_DISCARDED_BYTES):
@@ -80,12 +78,11 @@ class _SocketStream:
         return False
 
     def close(self) -> None:
-        """Close the socket."""
         self._sock.close()
 
 
 class TcpStream(_SocketStream):
-    """Plain TCP."""
+    """A plain TCP stream."""
 
     carrier = "TCP"
     reports_late = False
@@ -96,16 +93,15 @@ class TcpStream(_SocketStream):
         self.adds = receive_sum is not None
 
     def add(self, fold: Fold, have: int, most: int) -> int:
-        """See `Stream.add`."""
         return receive_sum(self._sock.fileno(), fold.room, fold.into, fold.numbers, have, most)
 
     def hides_bytes(self) -> bool:
-        """So are these."""
+        """Return False: the event loop sees the kernel's buffers."""
         return False
 
 
 class TlsStream(_SocketStream):
-    """TLS, after its handshake."""
+    """A TLS stream, after its handshake."""
 
     carrier = "TLS"
     reports_late = True
@@ -117,29 +113,30 @@ class TlsStream(_SocketStream):
         self._tls = sock
 
     def write(self, parts: Parts) -> int:
-        """OpenSSL gathers nothing; joining a small frame keeps it in one record."""
+        """Write the parts. OpenSSL has no gathering write; joining small frames keeps each in one record."""
         if sum(map(len, parts)) <= _TLS_RECORD_BYTES:
             return self._tls.send(b"".join(parts))
         return self._tls.send(parts[0])
 
     def add(self, fold: Fold, have: int, most: int) -> int:
-        """It cannot, as `adds` says."""
+        """Not supported, as `adds` says."""
         raise NotImplementedError
 
     def hides_bytes(self) -> bool:
-        """What OpenSSL has read and decrypted already."""
+        """Return whether OpenSSL has decrypted bytes."""
         return self._tls.pending() > 0
 
 
 def _unacknowledged_bytes(sock: socket.socket) -> int:
-    """What the peer's system has not confirmed. On Linux our end of the stream counts as one, and is no matter."""
+    """Return the bytes that the peer's system has not acknowledged. On Linux the own FIN counts as one, and is
+    subtracted."""
     if sys.platform == "darwin":
         return sock.getsockopt(socket.SOL_SOCKET, _SO_NWRITE)
     return max(int.from_bytes(fcntl.ioctl(sock, termios.TIOCOUTQ, bytes(4)), sys.byteorder) - 1, 0)
 
 
 def _ends(sock: socket.socket) -> tuple[str, str]:
-    """The two addresses of a connection; IPv4 ones as such, also where the socket is of both kinds."""
+    """Return the two addresses of a connection, with IPv4 addresses of dual-stack sockets in IPv4 notation."""
     try:
         ends = sock.getsockname(), sock.getpeername()
     except OSError:  # the peer has gone again

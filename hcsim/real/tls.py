@@ -1,13 +1,14 @@
-"""Mutual TLS 1.3: both sides present a certificate, and whoever has one that the authority signed is let in.
+"""Mutual TLS 1.3: both sides present a certificate, and a peer is accepted if the authority signed its
+certificate.
 
-The certificates are those that the cluster's members make for themselves (`ClusterTls`), or files of your
-own (`TlsFiles`). Host names are not compared: machines in a home get their addresses from a router, and
-the authority signs nobody but members. Who a peer is, its certificate's key says.
+The certificates are those that the cluster's members make for themselves (`ClusterTls`), or files of the user
+(`TlsFiles`). Host names are not compared: machines in a home get their addresses from a router, and the
+authority signs members only. A peer's identity is the key in its certificate.
 
-The time is not compared either with certificates that members make for themselves: they do not expire, and a machine's
-clock may be wrong. With your own files it is.
+With `ClusterTls` the time is not compared either, since these certificates do not expire, and a machine's clock
+may be wrong. With files of the user it is.
 
-Sessions are not resumed: every connection proves itself anew.
+Sessions are not resumed: each connection is authenticated anew.
 """
 
 from __future__ import annotations
@@ -37,42 +38,42 @@ from hcsim.real.sockets import own
 _LINGER_S = 0.25
 _LINGER_BYTES = 64 * 1024
 _ALERT = bytes.fromhex("15030100020246")
-"""Fatal: protocol version. OpenSSL sends none to a peer that does not speak TLS, but an hcsim without TLS knows it."""
+"""The alert "protocol version" (fatal). OpenSSL sends none to a peer without TLS; an hcsim without TLS recognises
+it."""
 
 _NO_CHECK_TIME = 0x200000
-"""X509_V_FLAG_NO_CHECK_TIME of OpenSSL, which `ssl` has no name for."""
+"""OpenSSL's X509_V_FLAG_NO_CHECK_TIME, which `ssl` does not define."""
 
 
 class ClusterTls(msgspec.Struct, frozen=True):
-    """What a member of a cluster makes its certificates of."""
+    """The key and secret from which a cluster member makes its certificates."""
 
     key: NodeKey
     secret: ClusterSecret
 
 
 class TlsFiles(msgspec.Struct, frozen=True):
-    """Three PEM files."""
+    """Three PEM files of the user."""
 
     cert: Path
-    """Our certificate, with intermediates if there are any."""
+    """This machine's certificate, with any intermediates."""
     key: Path
-    """Its private key, without a passphrase."""
+    """The certificate's private key, without a passphrase."""
     ca: Path
     """The authority that signed the certificates of all members."""
 
 
 class Secured(NamedTuple):
-    """A connection whose other end has proved itself."""
+    """A connection to an authenticated peer."""
 
     sock: ssl.SSLSocket
     identity: str
     """The node id of the key in the peer's certificate."""
     binding: bytes
-    """See `Channel.binding`."""
 
 
 class Tls:
-    """Our side of TLS."""
+    """The TLS contexts of this machine."""
 
     def __init__(self, source: TlsFiles | ClusterTls) -> None:
         if isinstance(source, ClusterTls):
@@ -81,13 +82,13 @@ class Tls:
             self._load(source)
 
     def context(self, *, server_side: bool) -> ssl.SSLContext:
-        """For a handshake."""
         return self._contexts[server_side]
 
     async def handshake(self, sock: socket.socket, *, server_side: bool) -> Secured:
-        """Wrap a connected non-blocking socket, which is taken over: it is closed if this fails or is cancelled.
+        """Run the handshake on a connected non-blocking socket. The socket is owned by this call, and closed on
+        failure.
 
-        Who made the handshake fail is told, for as long as it takes to read that."""
+        If the handshake fails, the alert reaches the peer before the close, within a time limit."""
         ours = self._public
         tls = await _shake_hands(sock, self.context(server_side=server_side), server_side=server_side)
         try:
@@ -147,7 +148,7 @@ def _context(files: TlsFiles, protocol: int) -> ssl.SSLContext:
 
 
 def _no_passphrase() -> str:
-    """Without this OpenSSL would ask at the terminal."""
+    """Raise `ValueError`, since the key has a passphrase; OpenSSL would prompt for it at the terminal."""
     raise ValueError("the key has a passphrase; give one without")
 
 
@@ -161,7 +162,7 @@ def _key_of(certificate: bytes) -> object:
 
 
 def _encoded(public: object) -> bytes:
-    """Any kind of public key, as in a certificate."""
+    """Encode a public key of any kind as in a certificate."""
     assert hasattr(public, "public_bytes")
     encoded: bytes = public.public_bytes(serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo)
     return encoded
@@ -196,7 +197,7 @@ async def _shake_hands(sock: socket.socket, context: ssl.SSLContext, *, server_s
 
 
 async def _part(sock: socket.socket, alert: bytes) -> None:
-    """Close once the peer has read our alert: a reset, which unread bytes would cause, may overtake it."""
+    """Close after the peer has read the alert: a reset, which unread bytes would cause, may overtake it."""
     sock.setblocking(False)
     try:
         with suppress(OSError):  # TimeoutError is one
@@ -211,7 +212,6 @@ async def _part(sock: socket.socket, alert: bytes) -> None:
 
 
 async def _once(fd: int, watch: Callable[..., object], unwatch: Callable[[int], bool]) -> None:
-    """Wait until the socket is ready."""
     waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     watch(fd, _resolve, waiter)
     try:

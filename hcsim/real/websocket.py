@@ -1,9 +1,9 @@
-"""Channels over WebSockets: they pass through HTTPS tunnels and reverse proxies.
+"""Channels over WebSockets, which pass through HTTPS tunnels and reverse proxies.
 
-A server behind a proxy listens at ws://127.0.0.1:port/path. The path that a client asks for has to end with it, so a
-proxy may put a prefix before it or take one away. Callers with an Origin are web pages, and are sent away. Both ends
-ping now and then, for the sake of proxies that drop idle connections; whether the other machine still lives is
-for TCP's keep-alive to find out: who merely does not read for a while must not be cut off.
+A server behind a proxy listens at ws://127.0.0.1:port/path. The path of a request has to end with the server's
+path, so a proxy may add or remove a prefix. Requests with an Origin header come from web pages, and are
+rejected. Both ends send pings, since proxies drop idle connections. A dead machine is detected by TCP
+keep-alive instead of missing pongs, because a peer that does not read for a while must not be disconnected.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from hcsim.runtime.frame import HEADER_BYTES
 PIECE_BYTES = 256 * 1024
 PING_S = 20.0
 _CLOSE_S = 0.2
-"""How long the other end may take to confirm the end of a connection that both have done with."""
+"""How long the peer may take to confirm the close after both directions have ended."""
 _END = b""
-"""The message after the last piece: what was sent before it arrives, and the other direction stays open."""
+"""The message after the last piece. The data sent before it arrive, and the other direction stays open."""
 _LATER = (502, 503, 504)
-"""What a proxy answers while the server behind it is not up."""
+"""The status codes of a proxy whose server is not up yet."""
 
 
 class _WebSocketPipe:
-    """Pieces as binary messages."""
+    """A pipe whose pieces are binary messages."""
 
     carrier = "WebSocket"
     piece_bytes = PIECE_BYTES
@@ -93,7 +93,7 @@ class _ClientPipe(_WebSocketPipe):
 
 
 async def dial(address: str, context: ssl.SSLContext | None) -> PiecewiseChannel:
-    """One attempt to open a channel."""
+    """Make one attempt to open a channel."""
     session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None))
     try:
         ws = await session.ws_connect(
@@ -132,14 +132,13 @@ class WebSocketListener:
         self._unaccepted = Unaccepted()
         self._runner: web.AppRunner | None = None
         self._acceptor: Acceptor | None = None
-        """Connections are strangers to it until they are WebSockets."""
+        """Connections are unsettled in it until they have become WebSockets."""
         self._open = 0
 
     @classmethod
     async def open(
         cls, path: str, family: int, sockaddr: Any, context: ssl.SSLContext | None, handshake_timeout_s: float
     ) -> WebSocketListener:
-        """Listen."""
         self = cls(path)
         app = web.Application()
         app.router.add_get("/{path:.*}", self._called)
@@ -156,15 +155,14 @@ class WebSocketListener:
 
     @property
     def address(self) -> str:
-        """With the port that was really taken."""
+        """The address with the actual port."""
         return self._address
 
     async def accept(self) -> PiecewiseChannel:
-        """The next channel that a peer opened."""
         return await self._unaccepted.get(self._address)
 
     async def close(self) -> None:
-        """Accept no more; what nobody accepted is closed."""
+        """Stop listening and close the channels that have not been accepted."""
         if self._unaccepted.closed:
             return
         assert self._acceptor is not None
@@ -201,7 +199,7 @@ class WebSocketListener:
         return ws
 
     async def _clean_up(self) -> None:
-        """Channels that were accepted live on in the server, so it ends with the last of them."""
+        """Stop the server when the last accepted channel has ended, since these live on in it."""
         if not self._open and self._runner is not None:
             runner, self._runner = self._runner, None
             await runner.cleanup()

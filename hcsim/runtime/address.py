@@ -1,8 +1,9 @@
-"""Addresses as people write them: host:port, or [v6]:port.
+"""Addresses as users write them: host:port, or [v6]:port.
 
-A machine with several interfaces is at several hosts at once: `10.0.0.7|192.168.1.7:52416`, the best first.
+A machine with several interfaces has several hosts in one address: `10.0.0.7|192.168.1.7:52416`, the best
+first.
 
-An address may have a scheme that says what carries the bytes:
+An address may have a scheme, which selects the carrier:
 
 host:port             TCP
 ws://host:port/path   WebSocket; wss:// with TLS, as behind an HTTPS tunnel or reverse proxy
@@ -21,11 +22,10 @@ SCHEMES = ("ws", "wss", "grpc")
 _DEFAULT_PORTS = {"ws": 80, "wss": 443}
 LAST_PORT = 65535
 _PORT_DIGITS = 5
-"""Python does not read a number of thousands of digits."""
+"""Python does not parse a number of thousands of digits."""
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """Host and port of `host:port` or `[v6]:port`."""
     host, colon, port = address.rpartition(":")
     bracketed = host.startswith("[") and host.endswith("]")
     is_port = port.isdecimal() and len(port) <= _PORT_DIGITS and int(port) <= LAST_PORT
@@ -35,46 +35,42 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 def hosts_of(address: str) -> tuple[tuple[str, ...], int]:
-    """The hosts that an address names, and their port."""
     hosts, colon, port = address.rpartition(":")
     return tuple(split_address(f"{host}{colon}{port}")[0] for host in hosts.split("|")), int(port)
 
 
 def address_at(hosts: Sequence[str], port: int) -> str:
-    """The address of a machine that is at all these hosts."""
     return "|".join(f"[{host}]" if ":" in host else host for host in hosts) + f":{port}"
 
 
 def with_port(address: str, port: int) -> str:
-    """The address, with that port if it has none; that of another carrier (ws://…) says by itself where it is."""
+    """Return the address with this port if it has none. Addresses of other carriers (ws://…) are returned
+    unchanged."""
     if "://" in address or address.count(":") == 1 or "]:" in address:
         return address
     return f"[{address}]:{port}" if ":" in address and not address.startswith("[") else f"{address}:{port}"
 
 
 def join_address(sockaddr: tuple[Any, ...]) -> str:
-    """The text of a socket's address."""
     host, port = sockaddr[:2]
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 class Target(NamedTuple):
-    """An address, taken apart."""
+    """A parsed address."""
 
     text: str
     scheme: str
     hosts: tuple[str, ...]
-    """Where the machine is, the best place first."""
     port: int
     path: str = ""
 
     def encrypted(self, *, has_tls: bool) -> bool:
-        """Whether what goes there is encrypted."""
+        """Return whether connections to it are encrypted."""
         return self.scheme == "wss" or (self.scheme != "ws" and has_tls)
 
 
 def parse(address: str) -> Target:
-    """Take an address apart."""
     scheme, separator, rest = address.partition("://")
     if not separator:
         return Target(address, TCP, *hosts_of(address))

@@ -14,7 +14,7 @@ from hcsim.runtime.frame import Header
 class Phantom:
     """A payload that has a size and no data: a sweep over a large model moves no bytes.
 
-    It is cut only between its elements, as the array is that it stands for."""
+    It is only split between elements, like the array that it stands for."""
 
     __slots__ = ("itemsize", "nbytes")
 
@@ -43,11 +43,12 @@ Payload: TypeAlias = memoryview | Phantom
 
 
 class Fold:
-    """A place for numbers that are to be added to what lies there.
+    """A destination whose contents are added to: reduce on receive.
 
-    A channel may add them as they come, while they are in the processor's cache: the payload that it returns is
-    then `into`. One that cannot receives into `room`, of the same size, and returns that; the adding is left to do.
-    What they are `numbers` says: a character of `struct`, or E for bfloat16; integers wrap, and have no sign."""
+    A channel may add the numbers as they arrive, while they are in the processor's cache: the payload that
+    it returns is then `into`. A channel that cannot do so receives into `room`, of the same size, and
+    returns that; the caller then adds it. `numbers` is their type: a character of `struct`, or E for
+    bfloat16. Integers wrap, and are unsigned."""
 
     __slots__ = ("into", "numbers", "room")
 
@@ -58,110 +59,109 @@ class Fold:
 
 
 class Leg(NamedTuple):
-    """One frame's way through us. It comes under one header and goes on under another as soon as it is there; or it
-    only comes (and stays), or only goes."""
+    """One frame's path through this rank: it arrives under one header and is forwarded under another as soon as
+    it is there. A leg may also only receive (the frame stays), or only send."""
 
     comes: Header | None
     goes: Header | None
     into: memoryview
-    """Our place for the payload."""
     numbers: str
-    """What comes is added to what lies there, as in a `Fold`. Empty: it takes its place."""
+    """The type of numbers that are added to the buffer, as in a `Fold`. Empty: the payload overwrites the
+    buffer."""
     stays: bool
-    """Whether the outcome is needed here even if it goes on."""
+    """Whether the result is also needed here if it is forwarded."""
     divisor: int = 1
-    """What sums are divided by before they go on."""
+    """The divisor of sums before they are forwarded."""
 
 
 class Outlet(Protocol):
-    """A channel's end that can pass frames on to another such end by itself, without a stop."""
+    """A channel's end that can forward frames to another such end by itself."""
 
     most_bytes: int
-    """The longest payload."""
 
     def forward(self, legs: Sequence[Leg], to: Outlet, moved: Callable[[int], None]) -> asyncio.Future[None]:
-        """Let the frames of these legs come over our channel and go on over the other's, one after the other, from the
-        event loop's next turn on. Somebody has to `pump` our channel meanwhile.
+        """Receive the frames of these legs on this channel and forward them on the other, one after the other, from
+        the event loop's next iteration on. Another task has to `pump` this channel meanwhile.
 
-        `moved` is told how many are over, again and again. The future is done when all are, or when the next one has to
-        be received and sent in the usual way: another sender has its turn, or there is no room. Frames of others may
-        come in between. Cancelled, nothing more is moved; whatever has been was moved as a whole."""
+        `moved` is called repeatedly with the number of completed legs. The future is done when all are, or when
+        the next one has to be received and sent in the usual way: it is another sender's turn, or there is no
+        room. Frames of other messages may come in between. After cancellation nothing more is moved; every leg
+        is either moved as a whole or not at all."""
 
 
 Place: TypeAlias = Callable[[Header], "memoryview | Fold | asyncio.Future[None] | None"]
-"""Says where a frame's payload goes: a writable view of `header.length` bytes (or a `Fold` of such views), or None
-to have it allocated, or a future: the payload then stays where it is, and the question is asked again once the
-future is done. It is called for a phantom too, of which only such a future matters."""
+"""Returns the destination of a frame's payload: a writable view of `header.length` bytes (or a `Fold` of
+such views), None to have it allocated, or a future. With a future the payload is not read yet, and the
+function is called again once the future is done. It is also called for a phantom, for which only a
+future has an effect."""
 
 Landed: TypeAlias = Callable[[Header, Payload], None]
-"""Takes a frame that has come."""
+"""Called with each received frame."""
 
 EMPTY = memoryview(b"")
 REST_S = 0.25
-"""How long who cancels a send waits for the rest of its frame."""
+"""How long a cancelled send waits for the rest of its frame to be sent."""
 
 
 class Channel(Protocol):
     """One connection to one peer.
 
-    Frames arrive whole and in the order in which they were sent. One task may send while
-    another receives; several senders take turns, frame by frame; there is one receiver.
-    """
+    Frames arrive whole and in order. One task may send while another receives. Several senders take turns,
+    frame by frame; there is one receiver."""
 
     @property
     def peer(self) -> str:
-        """The other end, for people."""
+        """The peer, for messages to users."""
 
     @property
     def carrier(self) -> str:
-        """What it goes by, for people: "TCP", say."""
+        """The carrier, for messages to users, such as "TCP"."""
 
     @property
     def identity(self) -> str:
-        """Which node is at the other end, as far as that has been proved; empty where nothing has."""
+        """The peer's authenticated node id; empty if it has not been authenticated."""
 
     @property
     def ends(self) -> tuple[str, str]:
-        """The addresses that it goes between, ours first, without ports: which of our interfaces it uses, and which of
-        the peer's. Empty where the carrier does not tell."""
+        """The addresses of both ends, the local one first, without ports; they show which interfaces the channel
+        uses. Empty if the carrier does not tell."""
 
     @property
     def binding(self) -> bytes:
-        """A digest of this very connection's encryption, the same at both ends; empty where there is none.
+        """A digest of this connection's encryption (channel binding), the same at both ends; empty without
+        encryption.
 
-        A proof that covers it cannot be carried over to another connection."""
+        A proof that covers it cannot be relayed to another connection."""
 
     @property
     def outlet(self) -> Outlet | None:
-        """What passes frames on to other channels that have one."""
+        """The forwarding interface to other channels, if the channel has one."""
 
     async def send(self, header: Header, payload: Payload = EMPTY) -> None:
         """Send one frame; `header.length` is the payload's size.
 
-        Returns when the caller may reuse the buffer, which says nothing about delivery. Waits
-        while the peer does not read (back-pressure). Cancelled before its first byte left,
-        nothing was sent. Cancelled in the middle of a frame, the rest of it leaves first, if the
-        peer takes it within a moment; if not, the channel is broken.
-        """
+        Return when the caller may reuse the buffer, which says nothing about delivery. Block while the peer does
+        not read (back-pressure). If cancelled before its first byte was sent, nothing is sent. If cancelled in
+        the middle of a frame, the rest is still sent, if the peer takes it within a moment; otherwise the
+        channel is broken."""
 
     async def recv(self, place: Place) -> tuple[Header, Payload]:
-        """Receive the next frame into the buffer that `place(header)` names.
+        """Receive the next frame into the buffer that `place(header)` returns.
 
-        Cancelled between frames, nothing is lost and the channel is as before. Cancelled in the
-        middle of one, the stream would be out of step, so the channel is broken.
-        """
+        Cancelled between frames, nothing is lost and the channel stays usable. Cancelled in the middle of a
+        frame, the channel is broken, since the stream would be out of step."""
 
     async def pump(self, place: Place, landed: Landed) -> None:
-        """Receive frame after frame and give each to `landed`, until the channel ends or one of the two raises.
+        """Receive frames and pass each to `landed`, until the channel ends or one of the callbacks raises.
 
-        Cancelled, it is as a `recv` that is cancelled."""
+        Cancellation acts as for `recv`."""
 
     def limit(self, max_frame_bytes: int) -> None:
-        """Refuse larger payloads from now on; an unknown peer starts with a small limit."""
+        """Set the maximum payload from now on; an unknown peer starts with a small limit."""
 
     async def close(self) -> None:
-        """End it. What was sent before still arrives. Later use raises `ChannelClosed`; the peer
-        receives what is under way, then `ChannelBroken`. Closing twice is harmless."""
+        """Close the channel. What was sent before still arrives. Later use raises `ChannelClosed`; the peer
+        receives what is in flight, then `ChannelBroken`. Idempotent."""
 
 
 class Listener(Protocol):
@@ -169,10 +169,9 @@ class Listener(Protocol):
 
     @property
     def address(self) -> str:
-        """`host:port`, with the port that was really taken."""
+        """`host:port`, with the actual port."""
 
-    async def accept(self) -> Channel:
-        """The next channel that a peer opened."""
+    async def accept(self) -> Channel: ...
 
     async def close(self) -> None:
-        """Accept no more. Channels that were accepted live on."""
+        """Stop accepting. Accepted channels stay open."""

@@ -1,4 +1,4 @@
-"""Time, as a host sees it; waiting for what may never come, and no longer being waited for."""
+"""The interface of a host's clock, and deadlines, failing futures, repeated events and rate limits."""
 
 from __future__ import annotations
 
@@ -12,41 +12,40 @@ from hcsim.errors import DeadlineExceeded, HcsimError
 
 
 class Limit(Protocol):
-    """A time limit around a task's work, as `asyncio.timeout` gives."""
+    """A time limit around a task's work, as returned by `asyncio.timeout`."""
 
-    async def __aenter__(self) -> object:
-        """It begins."""
+    async def __aenter__(self) -> object: ...
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> bool | None:
-        """It is over: raises `TimeoutError` if the work was cancelled for it."""
+        """End the limit; raise `TimeoutError` if the work was cancelled by it."""
 
     def expired(self) -> bool:
-        """Whether the work took too long. Another `TimeoutError` may come from within."""
+        """Return whether the limit was exceeded. The body may raise another `TimeoutError` itself."""
 
 
 class Clock(Protocol):
     """A host's clock. Hosts' clocks need not agree: a virtual one can drift and jump."""
 
     def now(self) -> float:
-        """Seconds since some fixed moment of this host's own."""
+        """Return the seconds since a fixed origin of this host."""
 
     def elapsed(self) -> float:
-        """The same without jumps, for measuring how long something takes."""
+        """Return a monotonic time, for measuring durations."""
 
     async def sleep(self, seconds: float) -> None:
-        """Wait; zero or less lets every other ready task run once."""
+        """Sleep; zero or less lets every other ready task run once."""
 
     def timeout(self, seconds: float | None) -> Limit:
-        """As `asyncio.timeout`: cancels the body after that time and raises `TimeoutError`."""
+        """As `asyncio.timeout`: cancel the body after that time and raise `TimeoutError`."""
 
 
 @asynccontextmanager
 async def within(clock: Clock, seconds: float | None, late: str) -> AsyncIterator[None]:
-    """What takes longer is cancelled, and raises `DeadlineExceeded` in these words.
+    """Cancel the body after this time and raise `DeadlineExceeded` with this message.
 
-    Something in it that has a deadline of its own knows better what was late."""
+    A `DeadlineExceeded` from within the body takes precedence, since it is more specific."""
     limit = clock.timeout(seconds)
     try:
         async with limit:
@@ -58,26 +57,26 @@ async def within(clock: Clock, seconds: float | None, late: str) -> AsyncIterato
 
 
 def disappoint(waiting: asyncio.Future[Any], error: HcsimError) -> None:
-    """Tell who waits for something, unless it has come, that it will not. If nobody does, nobody has to know."""
+    """Fail the future, unless it is done. No warning is logged if no task waits for it."""
     if not waiting.done():
         waiting.set_exception(error)
         waiting.exception()  # or asyncio would complain that it was never retrieved
 
 
 class News:
-    """Something that happens again and again, and that several wait for."""
+    """A repeating event with several waiters."""
 
     def __init__(self) -> None:
         self._waiting: list[asyncio.Future[None]] = []
 
     async def next(self) -> None:
-        """Returns when it has happened once more."""
+        """Wait for the next occurrence."""
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append(waiter)
         await waiter
 
     def tell(self) -> None:
-        """It has happened."""
+        """Notify all waiters."""
         waiting, self._waiting = self._waiting, []
         for waiter in waiting:
             if not waiter.done():
@@ -85,9 +84,9 @@ class News:
 
 
 class TokenBucket:
-    """Allows `rate` actions a second, and `burst` of them at once after a quiet time.
+    """Allows `rate` actions a second, and a `burst` of them at once after idle time.
 
-    It has no clock: `now_s` comes with every call."""
+    It has no clock: `now_s` is passed with every call."""
 
     def __init__(self, rate: float, burst: int) -> None:
         self._rate = rate
@@ -96,7 +95,7 @@ class TokenBucket:
         self._at_s = 0.0
 
     def take(self, now_s: float) -> bool:
-        """Whether one more is allowed now; if so, it counts."""
+        """Return whether one more action is allowed now; if so, count it."""
         self._tokens = min(self._burst, self._tokens + max(0.0, now_s - self._at_s) * self._rate)
         self._at_s = now_s
         if self._tokens < 1.0:
@@ -105,6 +104,6 @@ class TokenBucket:
         return True
 
     def wait_s(self, now_s: float) -> float:
-        """How long until one more is allowed."""
+        """Return the time until one more action is allowed."""
         tokens = self._tokens + max(0.0, now_s - self._at_s) * self._rate
         return max(0.0, (1.0 - tokens) / self._rate)

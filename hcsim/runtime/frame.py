@@ -1,6 +1,6 @@
-"""The header that stands before every payload, in both worlds.
+"""The header of every frame, in both worlds.
 
-    offset  0  2  magic "hc"           24  4  signature  what the sender thinks it is doing
+    offset  0  2  magic "hc"           24  4  signature  of the sender's operation
             2  1  version              28  4  length     bytes of payload behind this header
             3  1  kind                 32  4  step       round of the plan
             4  2  sender (rank)        36  8  offset     of this segment within its message
@@ -9,12 +9,11 @@
            12  4  group
            16  8  operation
 
-All numbers are big-endian. (epoch, group, operation, bucket, step, sender) say which message a
-frame belongs to, so two operations in flight can never take each other's bytes. A tag has 32 bits:
-the lower half stands in the bucket's place, the upper half in the upper 16 bits of `operation`. Large
-messages travel as several frames with rising `offset`. `signature` is a digest of the
-operation, its dtype, length and algorithm: ranks that disagree find out at the first frame. An ABORT's
-`step` is the rank that is the reason, plus one.
+All numbers are big-endian. (epoch, group, operation, bucket, step, sender) identify a frame's message, so two
+operations in flight never receive each other's bytes. A tag has 32 bits: the lower half is in `bucket`, the
+upper half in the upper 16 bits of `operation`. Large messages are split into frames with rising `offset`.
+`signature` is a digest of the operation, its dtype, length and algorithm: ranks that disagree detect it at the
+first frame. An ABORT's `step` is the rank at fault, plus one.
 """
 
 from __future__ import annotations
@@ -38,29 +37,29 @@ _M = TypeVar("_M")
 
 
 class Kind(IntEnum):
-    """What a frame is for."""
+    """The purpose of a frame."""
 
     DATA = 0
     """A segment of a tensor."""
     HELLO = 1
-    """Who is calling, and for which group; the first frame in each direction."""
+    """The caller's identity and group; the first frame in each direction."""
     ABORT = 2
-    """The sender gave an operation up; the payload says why."""
+    """The sender aborted an operation; the payload is the reason."""
     BYE = 3
-    """The sender leaves in an orderly way and will send nothing more."""
+    """The sender leaves gracefully and will send nothing more."""
     CONTROL = 4
     """A typed message of a component above the collectives."""
     LATER = 5
-    """The answer to a hello that came too early: call again."""
+    """The answer to a hello that came too early: the caller should try again."""
     WAITING = 6
-    """The sender has been in the operation that the header names for a while; there is no payload."""
+    """The sender has been waiting in the header's operation for a while; there is no payload."""
 
 
 _KINDS = tuple(Kind)
 
 
 class Header(msgspec.Struct, frozen=True, gc=False):
-    """One frame's header; see the top of this file for its encoding."""
+    """One frame's header; see the module docstring for its encoding."""
 
     length: int
     kind: Kind = Kind.DATA
@@ -76,7 +75,6 @@ class Header(msgspec.Struct, frozen=True, gc=False):
 
 
 def encode_header(header: Header) -> bytes:
-    """The header's bytes on the wire."""
     h = header
     try:
         fields = _FIELDS.pack(
@@ -89,7 +87,7 @@ def encode_header(header: Header) -> bytes:
 
 
 def decode_header(data: bytes | bytearray | memoryview, *, max_length: int, peer: str) -> Header:
-    """Check and decode `HEADER_BYTES` bytes from `peer`, who may send at most `max_length` behind them."""
+    """Decode and check `HEADER_BYTES` bytes from `peer`; the payload may have at most `max_length` bytes."""
     (magic, version, kind, sender, bucket, epoch, group, operation,
      signature, length, step, offset, total, crc) = _ALL.unpack(data)  # fmt: skip
     if magic != MAGIC:
@@ -117,7 +115,7 @@ def decode_message(
     peer: str,
     complaint: str = "sent a message that cannot be read",
 ) -> _M:
-    """The message in a payload, checked; one that the decoder does not take breaks the protocol."""
+    """Decode and check the message in a payload; an invalid message is a protocol error."""
     try:
         return decoder.decode(data)
     except UNDECODABLE as error:

@@ -1,7 +1,7 @@
-"""A host: one machine, and everything a component may take from it: metrics, local network, store, device.
+"""The interface of a host: one machine, with its metrics, local network, store and device.
 
-Components ask for a metric's series once and keep it; to record is then an addition. What is counted anyway (a link's
-bytes) is not counted again: a collector tells it when somebody looks.
+A component asks for a metric's series once and keeps it, so recording a value is a single addition. Values that
+exist anyway (a link's bytes) are not counted again: a collector updates the series when the metrics are read.
 """
 
 from __future__ import annotations
@@ -26,50 +26,45 @@ _CRC_BYTES = 4
 
 
 class Counter(Protocol):
-    """A number that only grows."""
+    """A monotonically increasing number."""
 
     value: float
     """May be added to directly where a call would cost too much."""
 
-    def add(self, amount: float = 1) -> None:
-        """Count some more."""
+    def add(self, amount: float = 1) -> None: ...
 
 
 class Gauge(Protocol):
-    """A number that holds at the moment."""
+    """A number that can go up and down."""
 
     value: float
 
-    def set(self, value: float) -> None:
-        """It is now this."""
+    def set(self, value: float) -> None: ...
 
 
 class Histogram(Protocol):
-    """Values, by size."""
+    """A distribution of values."""
 
-    def observe(self, value: float) -> None:
-        """One more value."""
+    def observe(self, value: float) -> None: ...
 
 
 class Metrics(Protocol):
-    """A host's figures. Names and labels are those of the table of metrics; others are a `UsageError`."""
+    """A host's metrics. Names and labels are those of the table of metrics; others raise a `UsageError`."""
 
     def counter(self, name: str, **labels: str) -> Counter:
-        """The counter with these labels; the same one for the same labels."""
+        """Return the counter with these labels; the same one for the same labels."""
 
-    def gauge(self, name: str, **labels: str) -> Gauge:
-        """The gauge with these labels."""
+    def gauge(self, name: str, **labels: str) -> Gauge: ...
 
-    def histogram(self, name: str, **labels: str) -> Histogram:
-        """The histogram with these labels."""
+    def histogram(self, name: str, **labels: str) -> Histogram: ...
 
     def collect(self, tell: Callable[[], None]) -> Callable[[], None]:
-        """Have `tell` called whenever somebody looks, to bring its series up to date. Call what comes back to end that:
-        `tell` is then called a last time."""
+        """Register a collector: `tell` is called whenever the metrics are read, to bring its series up to date.
+        Call the returned function to unregister it; it calls `tell` a last time."""
 
 
 class Service(msgspec.Struct, frozen=True):
-    """One announcement: a name, where it is reached, and what it says about itself."""
+    """One announcement: a name, an address, and properties."""
 
     name: str
     address: str
@@ -77,7 +72,7 @@ class Service(msgspec.Struct, frozen=True):
 
 
 class Sighting(msgspec.Struct, frozen=True):
-    """A service came into view, changed, or (`gone`) left."""
+    """A service appeared, changed, or (`gone`) left."""
 
     service: Service
     gone: bool = False
@@ -89,48 +84,48 @@ class Lan(Protocol):
     async def advertise(self, service: Service) -> str:
         """Announce a service until it is withdrawn; announcing the name again replaces it.
 
-        Returns the name that others see: another one where somebody else announces that name already. Here the service
-        keeps its name."""
+        Return the name that others see, which differs if another host announces that name already. Locally the
+        service keeps its name."""
 
     async def withdraw(self, name: str) -> None:
-        """Say goodbye; those who browse are told."""
+        """Withdraw a service; browsing hosts are notified."""
 
     def browse(self) -> AsyncIterator[Sighting]:
-        """All services in view, then every change, our own included."""
+        """Yield all current services, then every change, including this host's own."""
 
 
 class Store(Protocol):
-    """Small named records that outlive a crash: written whole or not at all."""
+    """Small named records that survive a crash; writes are atomic."""
 
     def load(self, name: str) -> bytes | None:
-        """The record of that name, as it was last saved; None where there is none."""
+        """Return the last saved record of that name; None if there is none."""
 
     def save(self, name: str, data: bytes) -> None:
         """Replace the record; once this returns, a crash cannot lose it."""
 
     def where(self, name: str) -> str:
-        """Where a person finds the record of that name."""
+        """Return where a user finds the record of that name."""
 
 
 def keep(store: Store, name: str, record: Any) -> None:
-    """Save a record in a form that shows whether it was damaged since."""
+    """Save a record with a checksum."""
     store.save(name, packed(record))
 
 
 def kept(store: Store, name: str, kind: type[T]) -> T | None:
-    """What `keep` has saved, or None."""
+    """Return the record that `keep` has saved, or None."""
     saved = store.load(name)
     return None if saved is None else unpacked(saved, kind, store.where(name))
 
 
 def packed(record: Any) -> bytes:
-    """A record in that form."""
+    """Serialise a record with its checksum."""
     data = msgspec.msgpack.encode(record)
     return _MARK + zlib.crc32(data).to_bytes(_CRC_BYTES, "big") + data
 
 
 def unpacked(saved: bytes, kind: type[T], where: str) -> T:
-    """The record; `where` is where a person finds it."""
+    """Deserialise a record; `where` names its location in errors."""
     mark, rest = saved[: len(_MARK)], saved[len(_MARK) :]
     crc, data = rest[:_CRC_BYTES], rest[_CRC_BYTES:]
     if mark != _MARK:
@@ -146,61 +141,60 @@ def unpacked(saved: bytes, kind: type[T], where: str) -> T:
 
 
 class Work(msgspec.Struct, frozen=True):
-    """How much there is to do, for a machine whose time is modelled."""
+    """The amount of work, for a machine whose time is modelled."""
 
     flops: float = 0.0
     moved_bytes: float = 0.0
     """Bytes read from and written to memory."""
     kernels: int = 1
-    """Pieces that are launched one after the other, each with the machine's overhead."""
+    """Kernels launched one after the other, each with the machine's launch overhead."""
 
 
 class Chip(msgspec.Struct, frozen=True):
-    """What a machine is built on."""
+    """The chip of a machine."""
 
     name: str
-    """As its maker calls it: "Apple M2 Ultra"."""
+    """The vendor's name: "Apple M2 Ultra"."""
     memory_bytes: int | None = None
-    """All of the machine's memory; None where nobody knows."""
+    """All of the machine's memory; None if unknown."""
 
 
 class Device(Protocol):
-    """One machine's processor. Work on it is done one piece after the other."""
+    """One machine's processor. It does one piece of work at a time."""
 
     @property
     def name(self) -> str:
-        """For people: "M2 Ultra", "cuda:0", "cpu"."""
+        """The name for users: "M2 Ultra", "cuda:0", "cpu"."""
 
     @property
     def torch_name(self) -> str:
-        """Where torch really computes: "mps", "cuda", "cpu"."""
+        """The torch device that really computes: "mps", "cuda", "cpu"."""
 
     @property
-    def chip(self) -> Chip:
-        """What the machine is built on."""
+    def chip(self) -> Chip: ...
 
     def exercise(self, kind: Literal["matmul", "axpy"], size: int) -> Callable[[], object]:
-        """A function for `run`, to find out how fast it is here: a product of two square float32 matrices of that size,
-        or a sum of two float32 vectors of that length, one of them in place."""
+        """Return a benchmark function for `run`: a product of two square float32 matrices of this size, or an
+        in-place sum of two float32 vectors of this length."""
 
     async def run(self, work: Work, function: Callable[[], T], into: memoryview | None = None) -> T:
-        """Call the function without holding up the network, and take the time the work takes.
+        """Call the function without blocking the network, and take the time of the work.
 
-        `into` is the memory that the function writes its numbers to, where it does not return them."""
+        `into` is the memory that the function writes its numbers to, if it does not return them."""
 
     async def touch(self, moved_bytes: int) -> None:
-        """Account for memory traffic that the caller causes itself, such as adding a segment."""
+        """Charge memory traffic that the caller causes itself, such as adding a segment."""
 
 
 class Medium(Enum):
-    """What an interface is made of; the order is from fast to slow."""
+    """The medium of an interface, ordered from fast to slow."""
 
     LOOPBACK = "loopback"
     THUNDERBOLT = "thunderbolt"
     ETHERNET = "ethernet"
     WIFI = "wifi"
     TUNNEL = "tunnel"
-    """A VPN, or whatever else goes over one of the others."""
+    """A VPN, or another interface on top of one of the others."""
     UNKNOWN = "unknown"
 
 
@@ -210,12 +204,12 @@ class Interface(msgspec.Struct, frozen=True):
     name: str
     medium: Medium
     rate_bps: float | None = None
-    """Nominal line rate, where the system tells."""
+    """The nominal line rate, if the system reports it."""
     addresses: tuple[str, ...] = ()
 
 
 def fastest_first(interfaces: Iterable[Interface]) -> tuple[Interface, ...]:
-    """By medium, those of one medium by name."""
+    """Sort by medium, then by name."""
     order = list(Medium)
     return tuple(sorted(interfaces, key=lambda interface: (order.index(interface.medium), interface.name)))
 
@@ -225,49 +219,45 @@ class Host(Protocol):
 
     @property
     def name(self) -> str:
-        """Unique within its cluster."""
+        """The name, unique within the cluster."""
 
     @property
-    def clock(self) -> Clock:
-        """This host's own time."""
+    def clock(self) -> Clock: ...
 
     @property
-    def device(self) -> Device:
-        """What it computes with."""
+    def device(self) -> Device: ...
 
     @property
     def lan(self) -> Lan:
-        """The neighbourhood it announces itself in."""
+        """The local network in which it announces services."""
 
     @property
     def store(self) -> Store:
-        """What it remembers across restarts."""
+        """Persistent records, which survive restarts."""
 
     @property
-    def metrics(self) -> Metrics:
-        """Its figures, for whoever looks on."""
+    def metrics(self) -> Metrics: ...
 
     def interfaces(self) -> tuple[Interface, ...]:
-        """What this host is attached to, `fastest_first`."""
+        """The host's network interfaces, `fastest_first`."""
 
     async def listen(self, address: str) -> Listener:
-        """Accept channels at `host:port` (port 0: any free one)."""
+        """Listen for channels at `host:port` (port 0: any free one)."""
 
     async def connect(self, address: str, *, timeout_s: float = CONNECT_TIMEOUT_S) -> Channel:
-        """Open a channel, trying again with backoff until the deadline.
+        """Open a channel; retry with backoff until the deadline.
 
-        Raises `PeerRefused` when somebody says no until the end, `DeadlineExceeded` when nobody answers.
-        """
+        Raise `PeerRefused` if connections were refused until the end, `DeadlineExceeded` if there was no answer."""
 
     def spawn(
         self, work: Coroutine[Any, Any, Any], *, name: str, over: Callable[[asyncio.Task[Any]], None] | None = None
     ) -> asyncio.Task[Any]:
-        """Run a task that lives and dies with this host. The name appears in reports.
+        """Run a task that ends with this host. The name appears in reports.
 
-        `over` gets the task once it has ended, however it has, and before those who wait for it."""
+        `over` is called with the task once it has ended, with or without an error, before tasks that wait for it
+        resume."""
 
     def rng(self, *name: str | int) -> random.Random:
-        """This host's random stream of that name."""
+        """Return this host's random stream of that name."""
 
-    def trace(self, kind: str, *fields: str | int | float) -> None:
-        """Put an event into the run's trace."""
+    def trace(self, kind: str, *fields: str | int | float) -> None: ...

@@ -1,11 +1,12 @@
-"""A person's own torch script, unmodified, on a virtual cluster: `hcsim run train.py`.
+"""Run an unmodified torch script on a virtual cluster: `hcsim run train.py`.
 
-Each rank is a process of its own that really computes. Whatever it would wait for (a collective, the store, sleep, the
-clock) it asks the simulator, which answers at a virtual time. What it computes is counted there and charged here.
+Each rank is a process of its own that really computes. Blocking operations (collectives, the store, sleep, the
+clock) are requests to the simulator, which answers at a virtual time. The rank counts its own computation and
+reports it; the simulator charges it to the virtual machine.
 
-- `conversation`, `arena`: what both sides say to each other, and the memory that they share
-- `processes`, `fork_server`, `environment`: how ranks are started and ended, and what they find when they begin
+- `conversation`, `arena`: the IPC protocol between a rank and the simulator, and their shared memory
+- `processes`, `fork_server`, `environment`: starting and ending ranks, and their environment
 - `attendant`: the simulator's side of one rank; `groups`, `store`: its groups, and the key-value store
-- `run`: all of it together, and how busy each link was; `member`: the same for one rank of a real cluster
-- `rank`: everything that runs in a rank's process, and the only part that uses torch
+- `run`: a whole run and the load of each link; `member`: one rank of a real cluster
+- `rank`: the code in a rank's process, and the only part that uses torch
 """

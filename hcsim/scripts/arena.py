@@ -1,8 +1,8 @@
 """Memory that a rank and the simulator share, for the arrays of its calls.
 
-It is a file without a name, in memory where the system has such a place, that both map. The rank gives out room and
-takes it back; when there is none it makes the file longer, by a part that is mapped on its own: arrays in older parts
-stay where they are. The simulator only looks at what it is told of.
+Both sides map an anonymous file, in memory where the system supports it. The rank allocates and frees slots.
+When no slot is free, it extends the file by a part with its own mapping, so arrays in older parts keep their
+address. The simulator only accesses slots that it is told of.
 """
 
 from __future__ import annotations
@@ -26,48 +26,46 @@ _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 
 def shared_file() -> int:
-    """A file that nobody else can open and that goes with its last user; the descriptor is the caller's."""
+    """Return the descriptor of an anonymous file, which is deleted with its last user. The caller owns the
+    descriptor."""
     with tempfile.TemporaryFile(dir=_IN_MEMORY if os.access(_IN_MEMORY, os.W_OK) else None) as file:
         return os.dup(file.fileno())
 
 
 class Mapped:
-    """The parts of the file that are mapped here."""
+    """The parts of the file that are mapped in this process."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
         self._parts: list[tuple[int, mmap.mmap]] = []
 
     def map(self, part: Grown) -> None:
-        """Have a look at one more part, which the file has by now."""
         self._parts.append((part.start, mmap.mmap(self._descriptor, part.size_bytes, offset=part.start)))
 
     def at(self, slot: Slot) -> Array:
-        """The array there."""
         start, memory = next(part for part in reversed(self._parts) if part[0] <= slot.start)
         dtype = _BFLOAT16 if slot.dtype == _BFLOAT16.name else np.dtype(slot.dtype)
         return np.frombuffer(memory, dtype, slot.length, slot.start - start)
 
     def close(self) -> None:
-        """Let go of it; arrays that are still in use keep their part."""
+        """Unmap the file. Arrays that are still in use keep their part."""
         os.close(self._descriptor)
         self._parts.clear()
 
 
 class Arena:
-    """The rank's side: who has which room."""
+    """The rank's side: the allocator of slots."""
 
     def __init__(self, descriptor: int) -> None:
         self.mapped = Mapped(descriptor)
         self._descriptor = descriptor
         self._size_bytes = 0
         self._free: list[tuple[int, int]] = []
-        """Start and end, in order; never across two parts."""
+        """Free ranges (start, end) in ascending order; none spans two parts."""
         self._ends: list[int] = []
-        """Where each part ends."""
 
     def take(self, like: Array) -> tuple[Slot, Grown | None]:
-        """Room for such an array, and the part that had to be added for it."""
+        """Allocate a slot for such an array. Also return the part that was added for it, if any."""
         size_bytes = max(1, -(-like.nbytes // _ALIGNED_BYTES)) * _ALIGNED_BYTES
         grown = None if any(end - start >= size_bytes for start, end in self._free) else self._grow(size_bytes)
         place, (start, end) = next(
@@ -80,7 +78,7 @@ class Arena:
         return Slot(start, like.size, like.dtype.name), grown
 
     def give_back(self, slot: Slot, size_bytes: int) -> None:
-        """The room is free again, and one with its neighbours."""
+        """Free the slot and merge it with free neighbours."""
         start = slot.start
         end = start + max(1, -(-size_bytes // _ALIGNED_BYTES)) * _ALIGNED_BYTES
         insort(self._free, (start, end))
@@ -91,7 +89,7 @@ class Arena:
             self._free[place - 1 : place + 1] = [(self._free[place - 1][0], self._free[place][1])]
 
     def _grow(self, size_bytes: int) -> Grown:
-        """Add a part: at least as much as there is, so that there are few."""
+        """Add a part at least as large as the file, so that there are few parts."""
         page = mmap.ALLOCATIONGRANULARITY
         part_bytes = -(-max(size_bytes, self._size_bytes, _SMALLEST_PART_BYTES) // page) * page
         part = Grown(self._size_bytes, part_bytes)

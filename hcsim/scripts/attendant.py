@@ -1,7 +1,7 @@
-"""The simulator's side of one rank: it hears what the rank says, takes the time for it, and answers.
+"""The simulator's side of one rank: it receives the rank's messages, charges the time, and answers.
 
-It reads only when the host's time has come so far: while it waits for the rank's next word, the virtual time stands
-still. The other ranks compute on meanwhile, as far as they get without an answer.
+It reads a message only when the host's virtual time has come that far. While it waits for the rank's next
+message, virtual time stands still. Other ranks go on computing until they need an answer.
 """
 
 from __future__ import annotations
@@ -40,32 +40,32 @@ from hcsim.scripts.store import LINGER_S, StoreLine
 from hcsim.virtual.host import VirtualHost
 
 Say = Callable[[int, str], None]
-"""Told what the script writes, and on which stream."""
+"""Called with (stream, text) for the script's output."""
 
 
 class Record(msgspec.Struct):
-    """What a rank has done so far."""
+    """Statistics of a rank."""
 
     rank: int
     host: str
     began_s: float = 0.0
     compute_s: float = 0.0
     wait_s: float = 0.0
-    """Its script stood still: for a call, the store, sleep."""
+    """Time in which the script was blocked: in a call, the store or sleep."""
     flops: float = 0.0
     calls: int = 0
     sent_bytes: int = 0
-    """For its calls, headers included."""
+    """Bytes sent for its calls, headers included."""
     steps_s: list[float] = []
-    """When its optimizers had done each of their steps."""
+    """Virtual times at which its optimizers completed each step."""
     ended_s: float | None = None
     code: int | None = None
-    """Its exit status; None for one whose machine crashed."""
+    """The exit status; None after a crash of the machine."""
     error: str = ""
 
 
 class Attendant:
-    """Sees one rank through."""
+    """Serves one rank from start to end."""
 
     def __init__(
         self, host: VirtualHost, process: Process, groups: RankGroups, store: StoreLine, record: Record
@@ -80,7 +80,7 @@ class Attendant:
         self._finished: list[Finished] = []
 
     async def attend(self, say: Say) -> Left | None:
-        """Until the script is over; None if its process ended without a word."""
+        """Serve the rank until its script ends. Return None if the process ended without a `Left` message."""
         conversation = self._process.conversation
         while True:
             try:
@@ -110,23 +110,23 @@ class Attendant:
                     await self._instant_end()
 
     def peer_failed(self, rank: int, reason: str) -> None:
-        """We are told that another rank's script has failed."""
         self._groups.peer_failed(rank, reason)
         self._store.hurry(reason, LINGER_S)
 
     def peer_began_anew(self, rank: int) -> None:
-        """Its machine was started again, and its script with it."""
+        """Handle the restart of another rank's machine, and of its script."""
         self._groups.peer_began_anew(rank)
         if not self._groups.failed:
             self._store.take_time()
 
     async def end(self, reason: str) -> None:
-        """Leave the groups, and tell the others why, if there is a reason."""
+        """Leave the groups. Send `reason` to the other ranks, if it is not empty."""
         await self._groups.end(reason)
         await self._store.close()
 
     async def _charge(self, done: Computed) -> None:
-        """Memory traffic counts as the arithmetic that the machine could have done meanwhile."""
+        """Charge the computation. Memory traffic counts as the arithmetic that the machine could have done in that
+        time."""
         began_s = self._host.loop.time()
         self._record.flops += done.flops
         flops = done.flops + done.moved_bytes * self._flops_per_byte
@@ -142,7 +142,7 @@ class Attendant:
         self._groups.started(started.line, task)
 
     async def _perform(self, started: Started) -> int:
-        """Never fails: how it ended is kept for the next answer."""
+        """Perform the call. It never raises: the outcome or error is kept for the next answer."""
         failure, result = None, 0
         try:
             arrays = [self._process.arena.at(slot) for slot in started.slots]
@@ -193,7 +193,7 @@ class Attendant:
                 pass  # the rank sees that the call is not among the finished ones
 
     async def _instant_end(self) -> None:
-        """Let all that happens in this instant happen before we wait for the rank: others may get an answer in it."""
+        """Let all other events of this instant run before waiting for the rank: they may unblock other ranks."""
         over: asyncio.Future[None] = self._host.loop.create_future()
         self._host.loop.env.call_at_instant_end(partial(_mark, over))
         await over
@@ -205,7 +205,8 @@ def _mark(over: asyncio.Future[None]) -> None:
 
 
 def flops_per_byte(host: VirtualHost) -> float:
-    """The machine's balance: how much it computes while it moves a byte. An ideal one does both in no time."""
+    """Return the machine's balance: FLOPs in the time of moving one byte. An ideal machine does both in no
+    time."""
     machine = host.machine
     balance = machine.efficiency_compute * machine.peak_flops / (machine.efficiency_memory * machine.memory_Bps)
     return balance if 0 < balance < float("inf") else 1.0

@@ -1,9 +1,10 @@
-"""What a rank's process and the simulator say to each other, and how.
+"""The IPC protocol between a rank's process and the simulator.
 
-A message is a msgpack array behind its length, over a socket pair. Most of what a rank says needs no answer, so it
-computes on while the simulator still charges others for theirs; it waits only where its script waits.
+A message is a length-prefixed msgpack array, sent over a socket pair. Most messages of a rank need no answer,
+so the rank computes on while the simulator still charges others for their work. It blocks only where its script
+blocks.
 
-What has gone wrong is told in words: errors of the simulator's side, as they reach a rank, and the ends of processes.
+This module also formats failures as text: errors of the simulator's side, and exits of processes.
 """
 
 from __future__ import annotations
@@ -31,32 +32,30 @@ class Slot(msgspec.Struct, frozen=True, array_like=True):
 
     start: int
     length: int
-    """In elements."""
     dtype: str
 
 
 class _Told(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Needs no answer."""
+    """A message without an answer."""
 
 
 class _Asked(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Is answered with an `Answer`."""
+    """A request, answered with an `Answer`."""
 
 
 class Computed(_Told, frozen=True):
-    """What the rank has done since it last said so. The two kinds of work are done one after the other."""
+    """Computation since the last such report. The two kinds of work are done one after the other."""
 
     flops: float = 0.0
-    """Of kernels that the machine's arithmetic holds up."""
+    """FLOPs of compute-bound kernels."""
     moved_bytes: float = 0.0
-    """Of kernels that its memory holds up."""
+    """Bytes moved by memory-bound kernels."""
     kernels: int = 0
     seconds: float = 0.0
-    """Beyond that."""
 
 
 class Printed(_Told, frozen=True):
-    """The script wrote something."""
+    """Output of the script."""
 
     stream: int
     """1 is standard output, 2 standard error."""
@@ -64,11 +63,11 @@ class Printed(_Told, frozen=True):
 
 
 class Stepped(_Told, frozen=True):
-    """An optimizer has done a step."""
+    """An optimizer has completed a step."""
 
 
 class Grown(_Told, frozen=True):
-    """The shared memory has another part."""
+    """The shared memory has grown by a part."""
 
     start: int
     size_bytes: int
@@ -78,22 +77,21 @@ class Started(_Told, frozen=True):
     """A call begins."""
 
     number: int
-    """Of the call, on this rank."""
     line: int
     call: GroupCall
     slots: tuple[Slot, ...]
 
 
 class Left(_Told, frozen=True):
-    """The script is over; nothing follows."""
+    """The script has ended; this is the last message."""
 
     code: int
     error: str = ""
-    """The exception that ended it, in a line."""
+    """The exception that ended the script, on one line."""
 
 
 class Opened(_Asked, frozen=True):
-    """A group is to be formed; the answer's number is that of the line."""
+    """Open a group; the answer's number identifies the group from then on."""
 
     name: str
     rank: int
@@ -111,20 +109,20 @@ class Closed(_Asked, frozen=True):
 
 
 class Awaited(_Asked, frozen=True):
-    """Answer when this call is over, or this time has passed."""
+    """Answer when this call has ended, or after this time."""
 
     number: int
     timeout_s: float | None
 
 
 class Slept(_Asked, frozen=True):
-    """Answer after this time, which may be none at all: what time is it, and what is over by now?"""
+    """Answer after this time. Zero is valid: it polls for the time and for calls that have ended."""
 
     seconds: float
 
 
 class Stored(_Asked, frozen=True):
-    """Do something with the store."""
+    """An operation on the store."""
 
     operation: str
     keys: tuple[str, ...] = ()
@@ -137,7 +135,7 @@ Message: TypeAlias = Computed | Printed | Stepped | Grown | Started | Left | Ope
 
 
 class Failure(msgspec.Struct, frozen=True, array_like=True):
-    """An error, as it travels."""
+    """A serialised error."""
 
     kind: str
     text: str
@@ -146,7 +144,7 @@ class Failure(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Finished(msgspec.Struct, frozen=True, array_like=True):
-    """A call is over."""
+    """The end of a call."""
 
     number: int
     result: int = 0
@@ -154,21 +152,21 @@ class Finished(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Answer(msgspec.Struct, frozen=True, array_like=True):
-    """What the simulator says, and at what time."""
+    """The simulator's answer, with its virtual time."""
 
     now_s: float
-    """By the host's clock."""
+    """The time of the host's wall clock."""
     elapsed_s: float
-    """By the one that measures durations."""
+    """The time of the host's monotonic clock."""
     finished: tuple[Finished, ...] = ()
-    """All calls that have ended since the answer before."""
+    """All calls that have ended since the previous answer."""
     number: int = 0
     values: tuple[bytes, ...] = ()
     failure: Failure | None = None
 
 
 class Failed(msgspec.Struct, frozen=True, array_like=True):
-    """On a real cluster, the rank hears that another rank's script has failed."""
+    """On a real cluster: another rank's script has failed."""
 
     rank: int
     reason: str
@@ -181,12 +179,12 @@ FAILURES: Schema[Failed] = Schema(Failed)
 
 
 class HungUp(Exception):
-    """The other side is gone."""
+    """The peer has closed the connection."""
 
 
 class Conversation(Generic[R]):
-    """One end of a socket pair. Sending blocks while the peer has too much to read; receiving blocks until a message
-    has come. A request is a message whose sender then receives, so replies need no numbers."""
+    """One end of a socket pair. Sending blocks while the peer's buffer is full; receiving blocks until a
+    message arrives. A request's sender receives next, so replies need no numbers."""
 
     def __init__(self, end: socket.socket, receives: Schema[R], *, descriptors: int = 0) -> None:
         self._end = end
@@ -196,7 +194,7 @@ class Conversation(Generic[R]):
         self._receives = receives
 
     def say(self, message: Any, descriptors: Sequence[int] = ()) -> None:
-        """Send one message, and open files with it."""
+        """Send one message, and pass open files along with it."""
         data = msgspec.msgpack.encode(message)
         framed = _LENGTH.pack(len(data)) + data
         try:
@@ -206,7 +204,6 @@ class Conversation(Generic[R]):
             raise HungUp from None
 
     def hear(self) -> R:
-        """The next message."""
         size = _LENGTH.unpack(self._take(_LENGTH.size))[0]
         return self._receives.decode(self._take(size), "the process at the other end")
 
@@ -216,12 +213,11 @@ class Conversation(Generic[R]):
         return self.hear()
 
     def take_descriptors(self) -> list[int]:
-        """The open files that have come with the messages so far."""
+        """Return the file descriptors received with the messages so far."""
         taken, self._descriptors = self._descriptors, []
         return taken
 
     def close(self) -> None:
-        """Hang up."""
         self._end.close()
 
     def _take(self, size: int) -> bytes:
@@ -247,7 +243,7 @@ class Conversation(Generic[R]):
 
 
 def ended_how(code: int) -> str:
-    """An exit status, or minus a signal, in words."""
+    """Describe an exit status, or a negated signal number."""
     if code >= 0:
         return f"ended with {code}"
     try:
@@ -257,7 +253,6 @@ def ended_how(code: int) -> str:
 
 
 def failure_of(error: BaseException) -> Failure:
-    """The error as it travels."""
     kind, text = describe(error)
     if isinstance(error, CollectiveError):
         return Failure(kind, text, error.peer, error.phase)
@@ -272,7 +267,6 @@ _ERRORS = {
 
 
 def raised(failure: Failure) -> HcsimError:
-    """The same error, on the other side."""
     error = revive(failure.kind, failure.text, _ERRORS) or HcsimError(f"{failure.kind}: {failure.text}")
     if isinstance(error, CollectiveError):
         error.peer, error.phase = failure.peer, failure.phase

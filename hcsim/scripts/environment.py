@@ -1,6 +1,6 @@
-"""How a rank begins: which one its process is, what its script finds in its environment, and what is imported before.
+"""What a rank starts with: its rank and script, its environment variables, and its preloaded modules.
 
-Ranks that are forked later have it already.
+Ranks that are forked from the fork server inherit the preloaded modules.
 """
 
 from __future__ import annotations
@@ -19,24 +19,23 @@ MASTER_PORT = 29500
 
 
 class Seat(msgspec.Struct, frozen=True):
-    """Which rank a process is, and what it runs."""
+    """A rank's number, its script, and the parameters of its simulation."""
 
     rank: int
     world: int
     first: str
-    """The host of rank 0."""
     script: str
     arguments: tuple[str, ...]
     flops_per_byte: float
-    """Work that is denser than this is held up by the machine's arithmetic, other work by its memory."""
+    """Kernels with a higher arithmetic intensity are compute-bound, the others memory-bound."""
     seed: int
-    """Of what its script draws before it has set a seed."""
+    """The initial seed of the script's random number generators, before it sets one."""
     life: int = 1
     """How often the machine has been started."""
 
 
 def environment(rank: int, world: int, first: str, life: int) -> dict[str, str]:
-    """What torchrun would have set: one process on each machine."""
+    """Return the variables that torchrun sets, with one process on each machine."""
     return {
         "RANK": str(rank),
         "WORLD_SIZE": str(world),
@@ -56,13 +55,14 @@ def environment(rank: int, world: int, first: str, life: int) -> dict[str, str]:
 
 
 LIBRARIES = ("torch", "numpy", "scipy", "sklearn", "pandas")
-"""Those that take long, and bear being forked: the threads that some start, in OpenBLAS or jemalloc, are prepared."""
+"""Slow imports that are safe to fork: the thread pools that some start (OpenBLAS, jemalloc) handle a fork."""
 HARMLESS = (*LIBRARIES, "hcsim", *sorted(sys.stdlib_module_names))
-"""What changes nothing for those who are imported after it."""
+"""Modules whose import has no effect on modules that are imported later."""
 
 
 def import_early(script: str) -> None:
-    """Import what the script will of these libraries. Whatever is wrong, the script is the one to find out."""
+    """Preload those of these libraries that the script imports. Errors are ignored: the script will raise them
+    itself."""
     with suppress(Exception):
         source = Path(script).read_bytes()
         wanted = [name for name in _first_imports(ast.parse(source)) if _library(name) in LIBRARIES]
@@ -81,7 +81,8 @@ def import_early(script: str) -> None:
 
 
 def _first_imports(script: ast.Module) -> Iterator[str]:
-    """The modules that it imports before it does anything else, such as to say where or how they are to be loaded."""
+    """Yield the modules that the script imports before any other statement, which might configure their
+    loading."""
     for statement in script.body[ast.get_docstring(script) is not None :]:
         if isinstance(statement, ast.Import):
             names = [alias.name for alias in statement.names]
@@ -99,6 +100,6 @@ def _library(name: str) -> str:
 
 
 def _is_beside(folder: str, library: str) -> bool:
-    """Whether a module of this name lies in the script's folder, and comes first."""
+    """Return whether a module of this name in the script's folder takes precedence."""
     found = PathFinder.find_spec(library, [folder])
     return found is not None and found.loader is not None  # without one it is any folder, which comes last

@@ -1,11 +1,11 @@
-"""The fork server, whose children the ranks are: `python -m hcsim.scripts.fork_server DESCRIPTOR`.
+"""The fork server, whose children are the ranks: `python -m hcsim.scripts.fork_server DESCRIPTOR`.
 
-It imports torch, and what else a script begins with, once and forks each rank from there: that saves each of them
-seconds and a hundred megabytes. Where forking a process that has loaded the system's frameworks is not safe (macOS),
-every rank begins anew instead.
+It imports torch, and the other modules that a script begins with, once and forks each rank from there. That
+saves each rank seconds and a hundred megabytes. Where it is not safe to fork a process that has loaded the
+system's frameworks (macOS), every rank is started afresh instead.
 
-It waits for the simulator's word, and when there is no simulator any more, it ends all ranks and itself. A rank is a
-session of its own, so that what its script has started ends with it.
+It serves requests of the simulator. When the simulator is gone, it ends all ranks and itself. Each rank is a
+session of its own, so that processes started by its script end with it.
 """
 
 from __future__ import annotations
@@ -28,21 +28,22 @@ from hcsim.transport.messages import Schema
 FORKS = sys.platform.startswith("linux")
 _MOST_DESCRIPTORS = 2
 _GRACE_S = 5.0
-"""Of wall time, for a process that has said goodbye to come to its end."""
+"""Wall time that a process has to exit after its last message."""
 
 
 class Birth(msgspec.Struct, frozen=True, tag=True):
-    """Start a rank; its conversation and its shared memory come along. The answer is its process id."""
+    """Start a rank; the descriptors of its socket and its shared memory are passed along. The answer is its
+    process id."""
 
     seat: Seat
 
 
 class End(msgspec.Struct, frozen=True, tag=True):
-    """End a rank. The answer is its exit status, or minus the signal that ended it."""
+    """End a rank. The answer is its exit status, or the negated number of the signal that ended it."""
 
     pid: int
     at_once: bool
-    """Otherwise it has a moment to come to its end by itself."""
+    """Kill it at once; otherwise it first has a grace period to exit by itself."""
 
 
 REQUESTS: Schema[Birth | End] = Schema(Birth | End)
@@ -50,7 +51,7 @@ REPLIES: Schema[int] = Schema(int)
 
 
 def main(line: socket.socket) -> None:
-    """Serve until the simulator hangs up."""
+    """Serve until the simulator closes the connection."""
     if FORKS:
         import hcsim.scripts.rank.script  # noqa: F401 (so that no rank has to)
     simulator = Conversation(line, REQUESTS, descriptors=_MOST_DESCRIPTORS)
@@ -103,7 +104,6 @@ def _spawn(seat: Seat, conversation: int, arena: int) -> int:
 
 
 def _end(request: End) -> int:
-    """End it and what it has started."""
     pid = request.pid
     until_s = time.monotonic() + (0.0 if request.at_once else _GRACE_S)
     ended, status = os.waitpid(pid, os.WNOHANG)

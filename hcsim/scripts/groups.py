@@ -1,4 +1,4 @@
-"""The groups of a script, in the simulator: each rank's part in them, and what the ranks have to agree on."""
+"""The groups of a script in the simulator: each rank's groups, and the state that the ranks share."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hcsim.virtual.host import VirtualHost
 
 
 class GroupDirectory:
-    """Where each group listens, and in which of its lives each rank has it. The same for all ranks."""
+    """The address of each group on each rank, and each rank's incarnation. Shared by all ranks."""
 
     def __init__(self, hosts: Sequence[str], wire: Wire) -> None:
         self.hosts = tuple(hosts)
@@ -27,7 +27,7 @@ class GroupDirectory:
         self._opened: dict[tuple[str, int], int] = {}
 
     def membership(self, opened: Opened, seat: int) -> Membership:
-        """The place of this rank of the program in a group that is not part of another."""
+        """Return this rank's membership of a group that is not a subgroup."""
         members = opened.ranks or tuple(range(opened.size))
         if len(members) != opened.size or max(members) >= len(self.hosts) or members[opened.rank] != seat:
             raise UsageError(
@@ -50,16 +50,16 @@ class RankGroups:
         self._seat = seat
         self._directory = directory
         self._groups: dict[int, tuple[Group, int | None]] = {}
-        """With the line that each is a part of."""
+        """Each group, with the number of its parent group."""
         self._members: dict[int, tuple[int, ...]] = {}
-        """Which ranks of the program are in those that are no part of another."""
+        """The program's ranks in each group that is not a subgroup."""
         self.failed: dict[int, str] = {}
-        """Ranks whose scripts have failed, and why."""
+        """The reason of each rank whose script has failed."""
         self._opened = 0
         self._under_way: dict[int, list[asyncio.Task[Any]]] = {}
 
     async def open(self, opened: Opened) -> int:
-        """Take our place in a group; the number of the line to it."""
+        """Join a group; return the group's number."""
         options = Options(timeout_s=opened.timeout_s)
         if opened.parent is not None:
             group = self.group(opened.parent).subgroup(opened.ranks, options)
@@ -74,18 +74,16 @@ class RankGroups:
         return self._opened
 
     def group(self, line: int) -> Group:
-        """The group behind it."""
         if line not in self._groups:
             raise UsageError("the group has been destroyed")
         return self._groups[line][0]
 
     def started(self, line: int, task: asyncio.Task[Any]) -> None:
-        """A call is under way on it."""
         waiting = [other for other in self._under_way.get(line, ()) if not other.done()]
         self._under_way[line] = [*waiting, task]
 
     async def close(self, line: int, *, in_order: bool) -> None:
-        """Leave the group; in order is after all that was started. What it is a part of goes on."""
+        """Leave the group; `in_order`: only after all its calls. Its parent group stays open."""
         if line not in self._groups:
             return
         group, parent = self._groups.pop(line)
@@ -97,13 +95,13 @@ class RankGroups:
             await group.close()
 
     def peer_failed(self, seat: int, reason: str) -> None:
-        """We are told that a rank's script has failed: no group that it is in can go on, or begin."""
+        """Handle the failure of a rank's script: fail the groups that the rank is in, and those opened later."""
         self.failed[seat] = reason
         for line in self._groups:
             self._fail(line, seat, reason)
 
     def peer_began_anew(self, seat: int) -> None:
-        """Its machine was started again, and its script with it."""
+        """Handle the restart of another rank's machine, and of its script."""
         self.failed.pop(seat, None)
 
     def _fail(self, line: int, seat: int, reason: str) -> None:
@@ -112,7 +110,7 @@ class RankGroups:
             self._groups[line][0].fail(reason, members.index(seat))
 
     async def end(self, reason: str) -> None:
-        """The script is over; the others hear why, if it is for a reason."""
+        """Leave all groups when the script ends. Send `reason` to the other members, if it is not empty."""
         for group, parent in self._groups.values():
             if parent is None:
                 if reason:

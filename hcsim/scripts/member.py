@@ -1,8 +1,8 @@
-"""A script on a real cluster: this machine's rank of it, once as many members are there as were asked for.
+"""A script on a real cluster: this machine's rank, started once the requested number of members has joined.
 
-The members find each other as for a training. The most senior one says who takes part, in the order of their ranks, and
-keeps the store; whoever comes later is told that it is too late. The script's own groups are in its process, and their
-connections are those of members: TLS, and proof of the cluster's secret.
+The members discover each other as for a training. The most senior member decides which members take part,
+numbers their ranks, and keeps the store. Members that join later are told that they are too late. The script's
+groups live in its own process. Their connections are those of members: TLS, with proof of the cluster's secret.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _GRACE_S = 5.0
 
 
 class Script(msgspec.Struct, frozen=True):
-    """What is run, the same on all machines."""
+    """The script to run, the same on all machines."""
 
     path: str
     arguments: tuple[str, ...]
@@ -60,7 +60,6 @@ class Script(msgspec.Struct, frozen=True):
 
     @classmethod
     def read(cls, path: Path, arguments: Sequence[str]) -> Script:
-        """The script in that file."""
         try:
             data = path.read_bytes()
         except OSError as error:
@@ -69,12 +68,12 @@ class Script(msgspec.Struct, frozen=True):
 
 
 class Ended(msgspec.Struct, frozen=True):
-    """How our rank's script came to its end."""
+    """How this rank's script ended."""
 
     rank: int
     world: int
     code: int
-    """Its exit status, or minus the signal that ended it."""
+    """The exit status, or the negated number of the signal that ended it."""
 
 
 async def run_in_cluster(
@@ -85,7 +84,8 @@ async def run_in_cluster(
     tell: Callable[[str], None] = lambda what: None,
     leaving: asyncio.Event | None = None,
 ) -> Ended:
-    """Find the other machines, run our rank of the script, and leave when it ends, or ends early with `leaving`."""
+    """Find the other machines, run this rank of the script, and leave when it ends, or earlier once `leaving`
+    is set."""
     if cluster.coordinator is not None:
         raise ConfigError("coordinator is for training: the machines of a script find each other; leave it out")
     async with real_member(here, tell) as (host, credentials):
@@ -112,7 +112,7 @@ async def run_in_cluster(
 
 @asynccontextmanager
 async def _meeting(host: Host, node: Node, view: View, door: Listener) -> AsyncIterator[StoreLine]:
-    """Our way to the store; the most senior member keeps it, behind its door."""
+    """Connect to the store; the most senior member serves it on its listener."""
     if view.leader.node == node.us.node:
         host.spawn(StoreService().serve(host, door), name="store")
     else:
@@ -125,7 +125,7 @@ async def _meeting(host: Host, node: Node, view: View, door: Listener) -> AsyncI
 
 
 async def _begin(store: StoreLine, node: Node, view: View, tell: Callable[[str], None]) -> list[Member]:
-    """Who takes part, by rank, as the most senior member has decided."""
+    """Return the members that take part, by rank, as the most senior member has decided."""
     if view.leader.node == node.us.node:
         decided = msgspec.json.encode(view.members)
         await store.do(Stored("set", (_BEGUN,), (decided,), timeout_s=_BEGIN_S))
@@ -139,7 +139,6 @@ async def _begin(store: StoreLine, node: Node, view: View, tell: Callable[[str],
 
 
 def _found(here: RealNode, view: View, rank: int, world: int, ours: Sequence[str]) -> dict[str, str]:
-    """The script's environment."""
     first = hosts_of(view.leader.address)[0][0]
     cluster = {"HCSIM_CLUSTER": here.cluster, "HCSIM_HOME": str(here.home), "HCSIM_ADDRESSES": ",".join(ours)}
     return {**os.environ, **environment(rank, world, first, 1), **cluster}
@@ -152,7 +151,8 @@ async def _run(
     losing: Coroutine[Any, Any, Failed],
     leaving: asyncio.Event | None,
 ) -> int:
-    """Run it to its end, and see to its store and to what becomes of the others meanwhile; its exit status."""
+    """Run the script to its end and return its exit status. Meanwhile serve its store requests and watch for
+    failures of other ranks."""
     ours, theirs = socket.socketpair()
     news, to_them = socket.socketpair()
     with theirs, to_them:
@@ -180,7 +180,7 @@ async def _run(
 
 
 async def _tell_failure(store: StoreLine, news: Conversation[Failed]) -> None:
-    """Our script hears of the first failure of a script on any machine."""
+    """Notify the script of the first failure of a script on any machine."""
     try:
         word = (await store.do(Stored("get", (_FAILED,)))).values[0]
     except HcsimError as error:
@@ -193,7 +193,8 @@ async def _tell_failure(store: StoreLine, news: Conversation[Failed]) -> None:
 
 
 async def _tell_loss(losing: Awaitable[Failed], store: StoreLine, news: Conversation[Failed]) -> None:
-    """It hears of the first machine that is lost, and so do the others; with that of rank 0 the store is."""
+    """Notify the script, and the other ranks, of the first machine that is lost. With the machine of rank 0 the
+    store is lost too."""
     failed = await losing
     store.hurry(failed.reason, LINGER_S if failed.rank else 0.0)
     with suppress(HungUp):
@@ -203,7 +204,7 @@ async def _tell_loss(losing: Awaitable[Failed], store: StoreLine, news: Conversa
 
 
 async def _set_failed(store: StoreLine, failed: Failed) -> None:
-    """Let all ranks hear of it, if it is the first failure."""
+    """Publish the failure to all ranks, if it is the first."""
     word = FAILURES.encode(failed)
     await store.do(Stored("compare_set", (_FAILED,), (b"", word), timeout_s=_GRACE_S))
 
@@ -236,7 +237,8 @@ def _signal(process: asyncio.subprocess.Process, number: signal.Signals) -> None
 
 
 async def _end(store: StoreLine, rank: int, world: int, code: int) -> None:
-    """Say that we are done, and how; who keeps the store waits for the others to say so."""
+    """Publish that this rank has ended, and its exit status. The member that keeps the store waits for the
+    others to do so."""
     with suppress(HcsimError):
         if code:
             await _set_failed(store, Failed(rank, f"the script of rank {rank} failed: it {ended_how(code)}"))

@@ -1,12 +1,11 @@
-"""The ranks' processes, as the simulator sees them: started, ended, never left behind.
+"""The ranks' processes, as the simulator sees them, and the failure watch of a real cluster.
 
-All are children of one fork server (see `fork_server`), which ends them when we are gone, however that came about.
+All processes are children of one fork server (see `fork_server`), which ends them when the simulator's process
+is gone, for whatever reason.
 
-On a real cluster the view says which machines are lost while a script runs on them: their ranks are not heard of
-again.
-
-A view ends also because a newcomer is lost, or was started otherwise, and it changes when somebody joins, or leaves
-after its script. None of that is a loss to the script.
+On a real cluster the view tells which machines are lost while a script runs on them. Not every end of a view is
+a loss to the script: a view also ends when a newcomer is lost or was started with another configuration, and it
+changes when a member joins, or leaves after its script has ended.
 """
 
 from __future__ import annotations
@@ -36,12 +35,12 @@ _ASK_S = 5.0
 
 
 def end_of(rank: int) -> str:
-    """The key that a rank sets when its script has ended, well or not."""
+    """Return the key that a rank sets when its script has ended, with or without an error."""
     return f"hcsim/ended/{rank}"
 
 
 async def lost(host: Host, node: Node, view: View, members: Sequence[Member], store: StoreLine) -> Failed:
-    """Once a member is lost before its script has ended there: its rank, and why."""
+    """Wait until a member is lost before its script has ended. Return its rank and the reason."""
     ended: dict[int, None] = {}
     host.spawn(_note_end(store, ended), name="end of rank 0")
     while True:
@@ -61,14 +60,14 @@ async def lost(host: Host, node: Node, view: View, members: Sequence[Member], st
 
 
 async def _note_end(store: StoreLine, ended: dict[int, None]) -> None:
-    """Rank 0 says that it has ended before the store goes with it."""
+    """Record the end of rank 0, which is announced before the store goes away with it."""
     with suppress(HcsimError):
         await store.do(Stored("wait", (end_of(0),)))
         ended[0] = None
 
 
 async def _has_ended(store: StoreLine, rank: int) -> bool | None:
-    """None: the store does not say."""
+    """Return whether the rank has ended; None if the store does not answer."""
     try:
         return bool((await store.do(Stored("check", (end_of(rank),), timeout_s=_ASK_S))).number)
     except HcsimError:
@@ -76,7 +75,7 @@ async def _has_ended(store: StoreLine, rank: int) -> bool | None:
 
 
 def _missing(member: Member, told: Told) -> str:
-    """Why a member cannot be reached in the life that the script began in; empty: it can be."""
+    """Return why a member cannot be reached in the incarnation that the script began with; empty if it can."""
     if member.node == told.status.us.node:
         return ""
     newest = told.view.member(member.node)
@@ -87,11 +86,11 @@ def _missing(member: Member, told: Told) -> str:
 
 
 _ALONE = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-"""One thread for each rank: the order in which several add up is not always the same."""
+"""One thread for each rank: the order in which several threads add up is not deterministic."""
 
 
 class Process:
-    """One rank's process, and our ways to it."""
+    """One rank's process, with its socket and shared memory."""
 
     def __init__(self, pid: int, conversation: Conversation[Message], arena: Mapped) -> None:
         self.pid = pid
@@ -100,7 +99,7 @@ class Process:
 
 
 class Processes:
-    """All of them."""
+    """All ranks' processes."""
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
@@ -125,7 +124,6 @@ class Processes:
         self._fork_server.wait()
 
     def start(self, seat: Seat) -> Process:
-        """A process for this seat."""
         ours, theirs = socket.socketpair()
         arena = shared_file()
         try:
@@ -139,7 +137,8 @@ class Processes:
         return process
 
     def end(self, process: Process, *, at_once: bool) -> int:
-        """End it, if it has not ended by itself, and all that it started; its exit status, or minus the signal."""
+        """End the process, unless it has exited, and all processes that it started. Return the exit status, or the
+        negated number of the signal."""
         if self._living.pop(process.pid, None) is None:
             return 0
         process.conversation.close()

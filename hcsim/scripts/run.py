@@ -1,6 +1,6 @@
-"""A script on every machine of a scenario, from the first process to the last.
+"""A script on every machine of a scenario, from start to end.
 
-How busy each link was follows from what the ranks sent to each other, laid upon the ways between them.
+The load of each link is computed from the bytes that the ranks sent to each other and the routes between them.
 """
 
 from __future__ import annotations
@@ -36,17 +36,16 @@ FRAMES = "hcsim_link_sent_frames_total"
 
 
 class Load(msgspec.Struct, frozen=True):
-    """One direction of a link, or whatever else streams share."""
+    """The load of one direction of a link, or of another shared resource."""
 
     name: str
     sent_bytes: int
-    """Payload that crossed it."""
     share: float
-    """Of what it could have carried in all that time, as the ways are at the end."""
+    """The fraction of its capacity over the whole run, by the rates at the end."""
 
 
 def loads(world: World, seconds: float) -> tuple[Load, ...]:
-    """Of everything that carried something, in order of first use."""
+    """Return the load of every link that carried data, in order of first use."""
     totals: dict[str, tuple[Resource, float, float]] = {}
     for host in world.hosts:
         for metric, labels, series in host.metrics.series():
@@ -65,7 +64,7 @@ def loads(world: World, seconds: float) -> tuple[Load, ...]:
 
 
 def sent_bytes(metrics: HostMetrics) -> int:
-    """What a host has sent to others for its groups, headers included."""
+    """Return the bytes that a host has sent to others for its groups, headers included."""
     cost = {SENT: 1, FRAMES: HEADER_BYTES}
     return round(
         sum(
@@ -77,29 +76,28 @@ def sent_bytes(metrics: HostMetrics) -> int:
 
 
 Say = Callable[[int, int, str], None]
-"""Told what a script writes: the rank, the stream (1 or 2), the text, in the order of virtual time."""
+"""Called with (rank, stream, text) for the scripts' output, in the order of virtual time; the stream is 1
+or 2."""
 
 
 class ScriptRun(msgspec.Struct, frozen=True):
-    """What a run came to."""
+    """The result of a run."""
 
     ranks: tuple[Record, ...]
     seconds: float
-    """Virtual time that passed."""
     loads: tuple[Load, ...]
-    """How busy the links were."""
     trace_sha256: str
     events: int
     metrics: Mapping[str, HostMetrics]
 
     @property
     def succeeded(self) -> bool:
-        """Whether every rank came to its end, and to a good one."""
+        """Whether every rank ended, with exit status 0."""
         return all(record.code == 0 for record in self.ranks)
 
 
 class _ScriptWorld(World):
-    """A world of machines that each run one process; a machine's crash ends its own."""
+    """A world of machines that each run one process; a machine's crash ends its process."""
 
     def __init__(self, scenario: Scenario, sink: Sink | None, processes: Processes, wire: Wire) -> None:
         super().__init__(scenario, sink=sink)
@@ -108,24 +106,23 @@ class _ScriptWorld(World):
         self._directory = GroupDirectory(self._names, wire)
         self._attendants: dict[VirtualHost, Attendant] = {}
         self._failed: dict[int, tuple[VirtualHost, str]] = {}
-        """Ranks whose scripts have failed, where, and why."""
+        """Ranks whose scripts have failed, with host and reason."""
         self._processes = processes
         self._running: dict[str, Process] = {}
 
     def host_ended(self, host: VirtualHost, why: str) -> None:
-        """See `World.host_ended`."""
         process = self._running.pop(host.name, None)
         if process is not None:
             self._processes.end(process, at_once=True)
         super().host_ended(host, why)
 
     def end_processes(self) -> None:
-        """End those that still run: something went wrong here."""
+        """End the remaining processes, after an error of the simulation."""
         for process in self._running.values():
             self._processes.end(process, at_once=True)
 
     async def attend(self, host: VirtualHost, script: Path, arguments: tuple[str, ...], say: Say) -> None:
-        """Run the host's process to its end; the first host keeps the store that all meet at."""
+        """Run the host's process to its end. The first host keeps the store that all ranks use."""
         names, rank = self._names, self._names.index(host.name)
         store = f"{names[0]}:{STORE_PORT}"
         if rank == 0:
@@ -152,7 +149,8 @@ class _ScriptWorld(World):
         await attendant.end(reason)
 
     def _began(self, host: VirtualHost, rank: int, attendant: Attendant) -> None:
-        """It hears who has failed before, and who knows that of its own rank's earlier life need not any more."""
+        """Notify the new rank of earlier failures, and the other ranks that a failure of this rank's earlier
+        incarnation is over."""
         self._failed.pop(rank, None)
         for theirs in self._attendants.values():
             theirs.peer_began_anew(rank)
@@ -161,7 +159,6 @@ class _ScriptWorld(World):
             where.signal(host, "end", attendant.peer_failed, other, reason)
 
     def came_to(self, outcomes: Sequence[object]) -> ScriptRun:
-        """What is to be said of it, when all is over."""
         records = self._records
         for outcome, record, host in zip(outcomes, records, self.hosts, strict=True):
             if host.alive and isinstance(outcome, Exception):
@@ -184,9 +181,9 @@ def simulate_script(
     sink: Sink | None = None,
     processes: Processes | None = None,
 ) -> ScriptRun:
-    """Run a torch.distributed script on every host of a scenario: one process, one rank each.
+    """Run a torch.distributed script on every host of a scenario: one process and one rank each.
 
-    Whoever runs several scripts can have one `Processes` for all of them, which has loaded torch already."""
+    A caller that runs several scripts can share one `Processes` among them, which has torch loaded already."""
     if not script.is_file():
         raise ConfigError(f"{script}: there is no such script")
     loaded = load_scenario(scenario)
@@ -200,5 +197,5 @@ def simulate_script(
 
 
 def _fate(code: int) -> str:
-    """How a process ended that said nothing."""
+    """Describe the exit of a process that sent no `Left` message."""
     return f"its process {ended_how(code)}" if code < 0 else f"its process ended without a word, with status {code}"

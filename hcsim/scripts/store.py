@@ -1,4 +1,4 @@
-"""torch's key-value store: kept at the machine of rank 0, and called from the others. In both worlds.
+"""torch's key-value store: kept on the machine of rank 0 and called from the others, in both worlds.
 
 As under torchrun it outlives the scripts, but not the machine.
 """
@@ -19,8 +19,8 @@ from hcsim.transport.rpc import Endpoint, Limits, Procedure, Registry
 
 PORT = 29500
 LINGER_S = 30.0
-"""How long a rank waits there for the others once a script has failed: who has failed sets no more keys. As long the
-store outlives its own machine's script, for those that are slower."""
+"""How long a rank waits for the others at the store once a script has failed, since the failed rank sets no
+more keys. The store outlives its own machine's script by as long, for slower ranks."""
 _MOST_WAIT_S = 1e9
 
 
@@ -34,7 +34,7 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Reply(msgspec.Struct, frozen=True, array_like=True):
-    """What came of it."""
+    """The result of an operation."""
 
     number: int = 0
     values: tuple[bytes, ...] = ()
@@ -42,7 +42,7 @@ class Reply(msgspec.Struct, frozen=True, array_like=True):
 
 _STORE = Procedure("store", {"request": Request}, Reply)
 _LIMITS = Limits(max_body_bytes=16 << 20)
-"""Values of several MB are nothing unusual: torch puts objects there."""
+"""torch stores serialised objects, so values of several MB are common."""
 
 
 class StoreService:
@@ -54,14 +54,14 @@ class StoreService:
         self._changed = asyncio.Condition()
 
     async def serve(self, host: Host, listener: Listener) -> None:
-        """Answer whoever calls there, for as long as the host lives."""
+        """Serve connections at the listener for as long as the host lives."""
         registry = Registry()
         registry.serve(_STORE, self.do)
         while True:
             Endpoint(host, await listener.accept(), registry, _LIMITS)
 
     async def do(self, request: Request) -> Reply:
-        """One operation; those that wait for something wait here."""
+        """Carry out one operation, and wait where the operation waits."""
         keys, values = request.keys, request.values
         match request.operation:
             case "get" | "wait":
@@ -122,7 +122,7 @@ class StoreService:
 
 
 class StoreLine:
-    """One rank's way to the store, opened when it is first used."""
+    """One rank's connection to the store, opened on first use."""
 
     def __init__(self, host: Host, keeper: str, address: str) -> None:
         self._host = host
@@ -133,13 +133,14 @@ class StoreLine:
         self._hurried: tuple[str, float] | None = None
 
     def hurry(self, reason: str, within_s: float) -> None:
-        """From now on let no call take longer than that: what it waits for may never come, for this reason."""
+        """Limit all calls, also those in flight, to this time from now on: for this reason, what they wait for may
+        never come."""
         if self._hurried is None or within_s < self._hurried[1]:
             self._hurried = reason, within_s
             self._reschedule(asyncio.get_running_loop().time() + within_s)
 
     def take_time(self) -> None:
-        """There is hope again."""
+        """Lift the limit of `hurry`."""
         self._hurried = None
         self._reschedule(None)
 
@@ -149,7 +150,7 @@ class StoreLine:
                 limit.reschedule(when_s)
 
     async def do(self, asked: Stored) -> Reply:
-        """Have it done, within the time that the rank allows; in a hurry, within less."""
+        """Carry out the operation within the rank's timeout, or the shorter limit of `hurry`."""
         try:
             async with asyncio.timeout(None) as limit:
                 if self._hurried is not None:
@@ -185,6 +186,5 @@ class StoreLine:
             raise HcsimError(f"the store on {self._keeper} is gone ({what}): {error}") from error
 
     async def close(self) -> None:
-        """Hang up."""
         if self._endpoint is not None:
             await self._endpoint.close()

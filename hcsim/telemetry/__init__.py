@@ -1,1 +1,1 @@
-"""What happened: one event schema for both worlds."""
+"""Events and metrics: one schema for both worlds."""

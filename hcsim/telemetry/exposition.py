@@ -1,4 +1,4 @@
-"""Metrics as Prometheus reads them, and as lines of a trace."""
+"""Metrics in Prometheus' format, and as events of a trace."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ _FAMILIES: dict[Kind, Callable[..., Family]] = {
 
 
 def prometheus_text(hosts: Mapping[str, HostMetrics]) -> str:
-    """The figures of several hosts, each with its name in the label `host`; sorted by name, then host."""
+    """Format the metrics of several hosts, each with its name in the label `host`; sorted by name, then host."""
     return generate_latest(_registry(_Hosts(hosts))).decode()
 
 
 def scrape(metrics: HostMetrics, accept: str) -> tuple[bytes, str]:
-    """What a scraper gets that accepts these formats, and its content type."""
+    """Return the response to a scraper that accepts these formats, and its content type."""
     encode, content_type = choose_encoder(accept)
     return encode(_registry(_Hosts({"": metrics}))), content_type
 
 
 def events(now_ns: int, host: str, metrics: HostMetrics) -> list[Event]:
-    """The figures as events of a trace: `(time, "metric", host, name, labels, value)`; of a histogram its number of
-    values and their sum."""
+    """Return the metrics as events of a trace: `(time, "metric", host, name, labels, value)`. A histogram gives
+    its number of values and their sum."""
     found: list[Event] = []
     for metric, labels, series in metrics.series():
         where = (now_ns, "metric", host)
@@ -53,13 +53,12 @@ def _registry(collector: Collector) -> CollectorRegistry:
 
 
 class _Hosts(Collector):
-    """Families of samples; a host without a name has no label for it (the scraper adds its own)."""
+    """Families of samples. A host without a name gets no `host` label (the scraper adds its own)."""
 
     def __init__(self, hosts: Mapping[str, HostMetrics]) -> None:
         self._hosts = hosts
 
     def collect(self) -> Iterator[Family]:
-        """All families that have samples."""
         families: dict[str, Family] = {}
         for host in sorted(self._hosts):
             for metric, labels, series in self._hosts[host].series():

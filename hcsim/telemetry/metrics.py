@@ -1,12 +1,12 @@
-"""The figures of one host, and the table of all metrics there are.
+"""The metrics of one host, and the table of all metrics.
 
-Names follow Prometheus: a counter ends in `_total`, before it (or at the end) stands the unit. A label has few
-values, known in advance or bounded by the number of peers. A new metric is a new line in the table; recording under
-another name, or with other labels, is refused.
+Names follow Prometheus: a counter ends in `_total`, preceded by the unit; other names end in the unit. A label
+has few values, known in advance or bounded by the number of peers. A new metric needs a line in the table;
+recording under other names or labels is rejected.
 
-Prometheus' own client keeps its series behind locks and stamps them with the time of day. A host is one thread, its
-time is its world's, and there may be hundreds of hosts in one process: so the series are plain numbers here, and
-the client writes them down (see `exposition`).
+Prometheus' client protects its series with locks and uses the wall clock. Here each host is single-threaded,
+time is its world's, and one process may have hundreds of hosts. So the series are plain numbers, and the client
+only formats them (see `exposition`).
 """
 
 from __future__ import annotations
@@ -22,18 +22,17 @@ from hcsim.errors import UsageError
 
 
 class Kind(Enum):
-    """How a metric behaves."""
+    """The type of a metric."""
 
     COUNTER = "counter"
-    """Only grows."""
     GAUGE = "gauge"
-    """What holds at the moment."""
     HISTOGRAM = "histogram"
-    """How often a value fell below each of some bounds, their number and their sum."""
+    """Counts of values up to each of several bounds, their number and their sum."""
 
 
 DURATIONS_S = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
-"""Bounds of histograms of time: two for each decade, from a message on a cable to an exchange over the internet."""
+"""Bounds of duration histograms: two for each decade, from a message on a cable to an exchange over the
+internet."""
 
 
 class Metric(msgspec.Struct, frozen=True):
@@ -46,7 +45,7 @@ class Metric(msgspec.Struct, frozen=True):
 
     @property
     def unit(self) -> str:
-        """Seconds or bytes, where the name says so; a ratio, a count or a state has none."""
+        """Seconds or bytes, if the name says so; empty for a ratio, a count or a state."""
         stem = self.name.removesuffix("_total")
         return next((unit for unit in ("seconds", "bytes") if stem.endswith(f"_{unit}")), "")
 
@@ -149,13 +148,12 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
         ),
     ),
 }
-"""By subject, as the documentation shows them."""
+"""Metrics by subject, as in the documentation."""
 
 TABLE: dict[str, Metric] = {metric.name: metric for metrics in GROUPS.values() for metric in metrics}
 
 
 def markdown() -> str:
-    """The table for people."""
     lines = []
     for subject, metrics in GROUPS.items():
         lines += [f"## {subject}", "", "| name | kind | labels | |", "|---|---|---|---|"]
@@ -175,7 +173,6 @@ class CounterSeries:
         self.value: float = 0
 
     def add(self, amount: float = 1) -> None:
-        """Count some more."""
         if amount < 0:
             raise UsageError(f"a counter only grows: {amount} cannot be added")
         self.value += amount
@@ -190,7 +187,6 @@ class GaugeSeries:
         self.value: float = 0
 
     def set(self, value: float) -> None:
-        """It is now this."""
         self.value = value
 
 
@@ -201,17 +197,15 @@ class HistogramSeries:
 
     def __init__(self) -> None:
         self.counts = [0] * (len(DURATIONS_S) + 1)
-        """By bound (at most that much), and above them all."""
+        """Counts by upper bound, and a last one for larger values."""
         self.sum = 0.0
 
     def observe(self, value: float) -> None:
-        """One more value."""
         self.counts[bisect_left(DURATIONS_S, value)] += 1
         self.sum += value
 
     @property
     def count(self) -> int:
-        """How many there were."""
         return sum(self.counts)
 
 
@@ -235,19 +229,15 @@ class HostMetrics:
         self._collectors: dict[Callable[[], None], None] = {}
 
     def counter(self, name: str, **labels: str) -> CounterSeries:
-        """The counter with these labels; the same one for the same labels."""
         return self._find(CounterSeries, name, labels)
 
     def gauge(self, name: str, **labels: str) -> GaugeSeries:
-        """The gauge with these labels."""
         return self._find(GaugeSeries, name, labels)
 
     def histogram(self, name: str, **labels: str) -> HistogramSeries:
-        """The histogram with these labels."""
         return self._find(HistogramSeries, name, labels)
 
     def collect(self, tell: Callable[[], None]) -> Callable[[], None]:
-        """See `runtime.host.Metrics.collect`."""
         self._collectors[tell] = None
 
         def end() -> None:
@@ -258,14 +248,14 @@ class HostMetrics:
         return end
 
     def series(self) -> Iterator[tuple[Metric, Labels, Series]]:
-        """All that was recorded, up to date, by name and labels."""
+        """Yield all recorded series, up to date, by name and labels."""
         for tell in list(self._collectors):
             tell()
         for name, labels in sorted(self._series):
             yield TABLE[name], labels, self._series[name, labels]
 
     def value(self, name: str, **labels: str) -> float:
-        """One counter's or gauge's value, up to date; a histogram's number of values. Zero where nothing was
+        """Return the up-to-date value of a counter or gauge, or a histogram's number of values. Zero if nothing was
         recorded."""
         metric = _declared(name, tuple(labels))
         wanted = tuple((label, labels[label]) for label in metric.labels)

@@ -1,12 +1,11 @@
-"""The trace: every send, delivery, timer and fault of a run, with a SHA-256 over all of it.
+"""The trace: every send, delivery, timer and fault of a run, with a SHA-256 over all of them.
 
-A connection's frames are sent and delivered, and so are packets outside of any: calls and their answers, resets,
-announcements.
+Sends and deliveries include a connection's frames and packets outside of any connection: calls and their
+answers, resets, announcements.
 
-Two runs are the same run when their digests are equal. An event is a flat tuple
-`(time_ns, kind, where, *fields)` of strings and numbers; the digest is the SHA-256 of the
-events' msgpack encodings in the order in which they happened, so it also depends on order
-within one instant. Events are encoded in batches: the hot path is one list append.
+Two runs are equal if their digests are equal. An event is a flat tuple `(time_ns, kind, where, *fields)` of
+strings and numbers. The digest is the SHA-256 of the events' msgpack encodings in order of occurrence, so it
+also depends on the order within one instant. Events are encoded in batches: the hot path is one list append.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ Event: TypeAlias = tuple[str | int | float, ...]
 Sink: TypeAlias = Callable[[Sequence[Event]], None]
 
 _BATCH = 256
-"""Few enough that they stay in the processor's cache until they are encoded."""
+"""Small enough that a batch stays in the processor's cache until it is encoded."""
 
 
 class Trace:
-    """Collects events, digests them, and hands them to a sink (a file, a test) if there is one."""
+    """Collects events, hashes them, and passes them to a sink (a file, a test) if there is one."""
 
     def __init__(self, sink: Sink | None = None) -> None:
         self.count = 0
@@ -35,7 +34,7 @@ class Trace:
         self._encode = msgspec.msgpack.Encoder().encode
 
     def record(self, event: Event) -> None:
-        """Add one event: time in ns, kind, where, then whatever describes it."""
+        """Record one event: time in ns, kind, where, then further fields."""
         batch = self._batch
         batch.append(event)
         if len(batch) >= _BATCH:
@@ -43,17 +42,17 @@ class Trace:
 
     @property
     def is_kept(self) -> bool:
-        """Whether somebody takes the events."""
+        """Whether there is a sink."""
         return self._sink is not None
 
     def append(self, events: Sequence[Event]) -> None:
-        """Hand to the sink what only sums up the events before it: that is no event itself, and not in the digest."""
+        """Pass summaries of earlier events to the sink. They are not events, and not in the digest."""
         self._flush()
         if self._sink is not None:
             self._sink(events)
 
     def digest(self) -> str:
-        """The SHA-256 of everything recorded so far, in hex."""
+        """Return the SHA-256 of all events recorded so far, in hex."""
         self._flush()
         return self._sha.hexdigest()
 

@@ -1,7 +1,8 @@
 """The torch.distributed backend `hcsim`: `init_process_group("hcsim")`, in both worlds.
 
-Importing this registers it. Where hcsim is installed, torch does that by itself, at the end of its own import; which
-may be one that began here, so torch is imported last, when all that it looks for is there.
+Importing this package registers the backend. Where hcsim is installed, torch imports it at the end of its own
+import. That import may have been triggered here, so this package imports torch last, when everything that torch
+looks up is defined.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ __all__ = ["Options", "register"]
 
 
 def register() -> None:
-    """Tell torch.distributed of the backend; the second time nothing happens."""
+    """Register the backend with torch.distributed; idempotent."""
     import torch.distributed as dist
 
     if dist.is_available() and NAME.upper() not in dist.Backend._plugins:
@@ -25,7 +26,7 @@ def register() -> None:
 
 
 def _create(options: Any, backend_options: object | None) -> ProcessGroup:
-    """Only now is the rest imported: torch itself imports this module."""
+    """Create a group. The import is deferred because torch itself imports this module."""
     from hcsim.torch_backend.process_group import create
 
     return create(options, backend_options)

@@ -1,4 +1,6 @@
-"""Where the groups of a torch program live: behind this, in this process (`local`) or in a simulator (`scripts`)."""
+"""The interface to the groups of a torch program, which live in this process (`local`) or in a simulator
+(`scripts`).
+"""
 
 from __future__ import annotations
 
@@ -15,66 +17,67 @@ if TYPE_CHECKING:
 
 
 class Place(msgspec.Struct, frozen=True):
-    """Our place in a group that is about to be formed."""
+    """This process's membership of a group to be formed."""
 
     name: str
-    """The same on all its ranks, and of no other group of the program."""
+    """The same on all ranks of the group, and unique among the groups of the program."""
     rank: int
     size: int
     timeout_s: float
     parent: Line | None = None
-    """The group of the whole program, if this is one of some of its ranks, and that one is of the same engine."""
+    """The group of the whole program, if this group consists of some of its ranks and both have the same
+    engine."""
     ranks: tuple[int, ...] = ()
-    """Which ranks of the parent these are, in the order of this group."""
+    """The parent's ranks that form this group, in this group's order."""
 
 
 class Pending(Protocol):
-    """A call on its way."""
+    """A call in flight."""
 
     def done(self) -> bool:
-        """Whether it is over, well or not; never waits."""
+        """Return whether the call has ended, with or without an error; never blocks."""
 
     def wait(self, timeout_s: float | None) -> int:
-        """Wait for the end: what `perform` returned. Raises what it raised, or `DeadlineExceeded`."""
+        """Wait for the end and return the result of `perform`. Raise its error, or `DeadlineExceeded`."""
 
     def on_done(self, act: Callable[[], None]) -> None:
-        """Have something done after the end, in a thread of the engine's choice, or at once if it is over."""
+        """Run the callback after the end, in a thread of the engine's choice, or at once if the call has ended."""
 
 
 class Line(Protocol):
-    """This process's side of one group."""
+    """This process's handle of one group."""
 
     rank: int
     size: int
 
     def start(self, call: GroupCall, arrays: Sequence[Array]) -> Pending:
-        """Begin a call. The arrays are flat, and belong to the call until it is over.
+        """Start a call. The arrays are flat; the call owns them until it ends.
 
-        Ranks start collectives in one order. May be called from any thread."""
+        All ranks start collectives in the same order. Safe to call from any thread."""
 
     def close(self) -> None:
-        """Leave the group in an orderly way, after all that was started."""
+        """Leave the group gracefully, after all calls that were started."""
 
     def abort(self) -> None:
-        """Leave it at once; the others learn that we gave up."""
+        """Leave the group at once; the other ranks are told that this rank gave up."""
 
 
 class Engine(Protocol):
     """Opens groups."""
 
     def open(self, place: Place, store: Store) -> Line:
-        """Take our place. All ranks of the group call this; the store is where they find each other."""
+        """Join the group. All ranks of the group call this; the store serves as the rendezvous."""
 
 
 _engine: Engine | None = None
 
 
 def use_engine(engine: Engine) -> None:
-    """Let the groups that are opened from now on live there."""
+    """Open all later groups with this engine."""
     global _engine
     _engine = engine
 
 
 def chosen_engine() -> Engine | None:
-    """What `use_engine` was given; otherwise groups live in this process, for real."""
+    """Return the engine given to `use_engine`; None: groups live in this process, on the real network."""
     return _engine

@@ -1,13 +1,14 @@
-"""All-reduce over two levels of torch groups: within each machine on one backend, between machines on another.
+"""Hierarchical all-reduce over torch groups: one backend within each machine, another between machines.
 
     two = Hierarchy.of([[0, 1], [2, 3]], within="gloo", between="hcsim")
     two.all_reduce(tensor)
     ddp.register_comm_hook(two, hierarchy_hook)
 
-Machines of one size: the i-th of a machine's n ranks gets the machine's sum of the i-th part (reduce-scatter), those
-that have the same part sum it up between the machines, and the parts are gathered within. So of m machines every rank
-sends 2 (m - 1) / m of an n-th of the data to others, and all ranks of a machine at once. Machines of unlike sizes:
-everything is summed up at the first rank of each machine; those exchange, and tell the rest.
+With m machines of n ranks each, a reduce-scatter within each machine gives its i-th rank the machine's sum of
+the i-th part. The ranks with the same part all-reduce it between the machines, and an all-gather within each
+machine distributes the parts. Every rank sends 2 (m - 1) / m of an n-th of the data to other machines, all
+ranks of a machine at once. With machines of unequal sizes, the first rank of each machine reduces everything,
+exchanges it with the other first ranks, and broadcasts the result.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,16 +24,17 @@ from torch.distributed import ProcessGroup, ReduceOp
 from hcsim.torch_backend.options import NAME, Options
 
 _SPLIT_FROM_BYTES = 1 << 16
-"""Smaller data take the way with fewer calls."""
+"""Smaller tensors use the algorithm with fewer calls."""
 _OPS = (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT)
 
 
 class Hierarchy:
-    """This rank's machine, and the others."""
+    """The groups of this rank: its machine's ranks, and its counterparts on the other machines."""
 
     def __init__(self, within: ProcessGroup, between: ProcessGroup | None, *, ranks: int, alike: bool) -> None:
-        """`between` are the ranks with our place in each machine; None where we have none (`alike`: machines are of
-        one size, so all have). `ranks`: in all machines."""
+        """`between` is the group of the ranks at this rank's position in each machine; None if this rank has no
+        such group. `alike`: all machines have the same size, so every rank has one. `ranks` is the number of
+        ranks on all machines."""
         self._within = within
         self._between = between
         self._ranks = ranks
@@ -48,8 +50,8 @@ class Hierarchy:
         between: str = NAME,
         options: Options | None = None,
     ) -> "Hierarchy":
-        """Make the groups. All ranks of the program call this, with the same machines; `within` None: the backend of
-        the program's group. `options` are for the groups between machines."""
+        """Create the groups. All ranks of the program call this, with the same machines. If `within` is None, the
+        backend of the program's group is used. `options` apply to the groups between machines."""
         places = [sorted(machine) for machine in machines]
         everyone = sorted(rank for machine in places for rank in machine)
         if everyone != list(range(dist.get_world_size())):
@@ -64,7 +66,7 @@ class Hierarchy:
         return cls(next(group for ranks, group in local if us in ranks), ours, ranks=len(everyone), alike=alike)
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp.RedOpType = ReduceOp.SUM) -> None:
-        """Combine everybody's tensors, in place; the same bits on every rank."""
+        """Reduce the tensors of all ranks in place; every rank gets the same bits."""
         if op not in _OPS:
             raise ValueError(f"{op} is not combined in two levels; sum, avg, min, max and product are")
         if not tensor.is_contiguous():
@@ -84,7 +86,7 @@ class Hierarchy:
             flat /= self._ranks
 
     def start(self, tensor: Tensor, op: ReduceOp.RedOpType) -> torch.futures.Future[Tensor]:
-        """The same, while the caller goes on; one after the other."""
+        """Start an `all_reduce` without waiting for it; several are carried out in order."""
         devices: list[int | str | torch.device] = [] if tensor.device.type == "cpu" else [tensor.device]
         future: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
         stream = _same_stream(tensor)
@@ -118,12 +120,12 @@ class Hierarchy:
 
 
 def hierarchy_hook(state: Hierarchy, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-    """Average a bucket of gradients in two levels, for DDP."""
+    """Average a bucket of gradients hierarchically, for DDP."""
     return state.start(bucket.buffer(), ReduceOp.AVG)
 
 
 def _same_stream(tensor: Tensor) -> Callable[[], AbstractContextManager[object]]:
-    """What our thread does on a CUDA device goes behind what the caller has already asked of it there."""
+    """Return a context in which this thread's CUDA work is queued behind the caller's."""
     if tensor.device.type != "cuda":
         return nullcontext
     stream = torch.cuda.current_stream(tensor.device)

@@ -4,8 +4,8 @@
     state = CompressionState(model, "topk:0.01+ef")
     ddp.register_comm_hook(state, compression_hook)
 
-Gradients are told apart by their parameters' names, not by bucket, so what is owed to one survives torch's
-rebuilding of the buckets after the first step. The average is the same on every rank, bit for bit.
+Residuals are kept by the names of the parameters, not by bucket, so they survive torch's rebuilding of the
+buckets after the first step. The average is the same on every rank, bit for bit.
 """
 
 import itertools
@@ -25,7 +25,7 @@ _lives = itertools.count(1)
 
 
 class CompressionState:
-    """How one model's gradients are compressed, and where it is in its steps."""
+    """The compression of one model's gradients, and its current step."""
 
     def __init__(
         self,
@@ -36,9 +36,10 @@ class CompressionState:
         seed: int = 0,
         name: str = "gradients",
     ) -> None:
-        """The same on all ranks. Models that are trained side by side on one group need unlike names: a new state takes
-        the place of the one before it that had its name, and owes nothing. `compression` as everywhere in the
-        toolkit: "topk:0.01+ef", "int8+ef", "powersgd:4+ef"; without "+ef" what is not sent is lost."""
+        """All ranks pass the same arguments. Models that are trained side by side on one group need different
+        names: a new state replaces the earlier one of the same name and starts without residuals. `compression`
+        is a spec as everywhere in the toolkit: "topk:0.01+ef", "int8+ef", "powersgd:4+ef". Without "+ef" what is
+        not sent is lost."""
         check_compressor(compression, remembered=True)
         group = process_group if process_group is not None else dist.group.WORLD
         if not isinstance(group, HcsimGroup):
@@ -52,7 +53,6 @@ class CompressionState:
         self._names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
 
     def describe(self, bucket: GradBucket) -> Compression:
-        """How this bucket goes out."""
         tensors = tuple((self._names[each], tuple(each.shape)) for each in bucket.parameters())
         how = Compression(
             spec=self.compression, seed=self._seed, key=self._key, life=self._life, step=self._step, tensors=tensors,
@@ -62,25 +62,25 @@ class CompressionState:
         return how
 
     def state_dict(self) -> dict[str, Any]:
-        """What this rank still owes, and what else is remembered. Each rank has its own; call it between steps."""
+        """Return this rank's residuals and the compressor's other state. It differs between ranks; call it between
+        steps."""
         call = GroupCall(operation="memory_size", compression=self._whose())
         memory = np.empty(self.group.line.start(call, []).wait(None), np.uint8)
         self.group.line.start(GroupCall(operation="memory", compression=self._whose()), [memory]).wait(None)
         return {"compression": self.compression, "step": self._step, "memory": torch.from_numpy(memory)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there."""
         if state["compression"] != self.compression:
             raise ValueError(f"the state is of {state['compression']}, and this is {self.compression}")
         self._remember(state["memory"].cpu().numpy().tobytes())
         self._step = state["step"]
 
     def forget(self) -> None:
-        """Owe nothing: the state that was loaded is another rank's, which still owes it."""
+        """Drop the residuals: the loaded state is another rank's, which still has them."""
         self._remember(without_debts(self.state_dict()["memory"].numpy().tobytes()))
 
     def absorb(self, state: Mapping[str, Any]) -> None:
-        """Owe, too, what a rank owed that is gone."""
+        """Add the residuals of a rank that is gone to this rank's."""
         ours = self.state_dict()["memory"].numpy().tobytes()
         self._remember(with_debts_of(ours, state["memory"].cpu().numpy().tobytes()))
 
@@ -93,7 +93,6 @@ class CompressionState:
 
 
 def compression_hook(state: CompressionState, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-    """Average a bucket of gradients, compressed."""
     work = state.group.allreduce_compressed(bucket.buffer(), state.describe(bucket))
     return work.get_future().then(_first)
 

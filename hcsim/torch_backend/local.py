@@ -1,4 +1,6 @@
-"""Groups in this process, for real: an event loop in a thread of its own, which the program's threads hand calls to."""
+"""Groups in this process on the real network. An event loop runs in a thread of its own; the program's threads
+submit calls to it.
+"""
 
 from __future__ import annotations
 
@@ -40,21 +42,23 @@ ADDRESSES = "HCSIM_ADDRESSES"
 INSECURE = "HCSIM_INSECURE"
 _LEAVE_S = 5.0
 _WATCH_S = 2.0
-"""torch's own time limit is half an hour: ranks that call unlike collectives should not wait that long."""
+"""Interval of the check for ranks that wait for each other in different collectives. torch's own timeout is
+half an hour."""
 
 
 class Way(msgspec.Struct, frozen=True):
-    """How the ranks of a program reach each other, which a process decides before its first group."""
+    """Network settings of a process, by which the ranks of a program reach each other. They are decided before
+    its first group."""
 
     hosts: tuple[str, ...]
-    """Where the others reach us, the best first."""
+    """Hosts at which peers reach this process, the best first."""
     proved: Credentials | None = None
-    """What we prove ourselves with as members of a cluster."""
+    """Credentials that prove this process's membership of a cluster."""
     insecure: bool = False
 
 
 def way_of(environment: Mapping[str, str]) -> Way:
-    """From the variables that torchrun and the user set."""
+    """Return the settings from the variables that torchrun and the user set."""
     name = environment.get(CLUSTER, "")
     insecure = environment.get(INSECURE, "") not in ("", "0")
     given = tuple(filter(None, environment.get(ADDRESSES, "").split(",")))
@@ -72,7 +76,8 @@ def way_of(environment: Mapping[str, str]) -> Way:
 
 
 def _all_here(environment: Mapping[str, str]) -> bool:
-    """Whether all ranks are on this machine, by what torchrun says, or else where they meet."""
+    """Return whether all ranks are on this machine, according to torchrun's variables or else the rendezvous
+    address."""
     world = environment.get("WORLD_SIZE")
     if world is not None and world == environment.get("LOCAL_WORLD_SIZE"):
         return True
@@ -89,7 +94,7 @@ def _is_loopback(host: str) -> bool:
 
 
 class LocalPending:
-    """A call on its way in the loop's thread."""
+    """A call in flight in the event loop's thread."""
 
     __slots__ = ("_acts", "_error", "_guard", "_outcome", "_over")
 
@@ -102,11 +107,9 @@ class LocalPending:
         self._outcome = 0
 
     def done(self) -> bool:
-        """Whether it is over."""
         return self._acts is None
 
     def wait(self, timeout_s: float | None) -> int:
-        """See `Pending.wait`."""
         if not self._over.acquire(timeout=-1 if timeout_s is None else timeout_s):
             raise DeadlineExceeded(f"the call was not over after {timeout_s:g} s; it goes on")
         self._over.release()
@@ -115,7 +118,7 @@ class LocalPending:
         return self._outcome
 
     def on_done(self, act: Callable[[], None]) -> None:
-        """See `Pending.on_done`; the thread is the loop's, or the caller's."""
+        """See `Pending.on_done`. The callback runs in the loop's thread or the caller's."""
         with self._guard:
             if self._acts is not None:
                 self._acts.append(act)
@@ -123,7 +126,6 @@ class LocalPending:
         act()
 
     def finish(self, outcome: int, error: BaseException | None = None) -> None:
-        """The call is over."""
         self._outcome, self._error = outcome, error
         with self._guard:
             acts, self._acts = self._acts or [], None
@@ -133,39 +135,36 @@ class LocalPending:
 
 
 class LocalLine:
-    """Our side of a group."""
+    """This rank's side of a group."""
 
     def __init__(
         self, engine: LocalEngine, group: Group, *, whole: LocalLine | None = None, counted: Sequence[int] = ()
     ) -> None:
-        """`whole`: the line of the group that this is a part of, with which it ends. `counted`: the program's numbers
-        of the ranks that errors of the group name, if they are others."""
+        """`whole` is the parent group's line, with which a subgroup ends. `counted` translates the ranks in the
+        group's errors to the program's, if they differ."""
         self._engine = engine
         self._group = group
         self._part = whole is not None
         self._counted = counted
         self._under_way = 0
         self._given: dict[asyncio.Task[Any], None] = {} if whole is None else whole._given
-        """What is under way that others wait for, in this group or a part of it: all but what is to be received."""
+        """Tasks in flight, in this group or a subgroup, that peers wait for: all but receives."""
         self.rank = group.rank
         self.size = group.size
 
     def start(self, call: GroupCall, arrays: Sequence[Array]) -> LocalPending:
-        """See `Line.start`."""
         pending = LocalPending()
         self._engine.hand_over(self._begin, call, arrays, pending)
         return pending
 
     def subgroup(self, ranks: Sequence[int]) -> LocalLine:
-        """The line of some of the ranks."""
-
         async def make() -> Group:
             return self._group.subgroup(ranks)
 
         return LocalLine(self._engine, self._engine.run(make()), whole=self)
 
     def close(self) -> None:
-        """See `Line.close`. What nobody takes from us is given up after the group's timeout."""
+        """See `Line.close`. Sends that no peer receives are dropped after the group's timeout."""
         if not self._part:
             if not self._engine.forked:
                 self._engine.run(self._flush())
@@ -177,7 +176,7 @@ class LocalLine:
                 await asyncio.gather(*self._given, return_exceptions=True)
 
     def abort(self) -> None:
-        """See `Line.abort`; where nothing is under way, nothing is given up."""
+        """See `Line.abort`. Without calls in flight, peers see a graceful close."""
         if not self._engine.forked:
             self._engine.run(self._give_up())
         if not self._part:
@@ -188,7 +187,8 @@ class LocalLine:
             self._group.fail("the program destroyed the process group while calls were under way")
 
     def _begin(self, call: GroupCall, arrays: Sequence[Array], pending: LocalPending) -> None:
-        """In the loop's thread. The operation's own task is all there is: one around it would only take time."""
+        """Start the call, in the loop's thread. The operation's own task is used as it is: a wrapper task would
+        only cost time."""
         try:
             task = begin(self._group, call, arrays)
         except Exception as error:
@@ -217,7 +217,8 @@ class LocalEngine:
     def __init__(self, way: Way) -> None:
         self._way = way
         self.forked = False
-        """Whether we are in a child of the process that this is the engine of: its thread and its groups stay there."""
+        """Whether this is a forked child of the engine's process: the thread and the groups exist only in the
+        parent."""
         self._groups: list[Group] = []
         self._failed: tuple[int, int, str] | None = None
         self._loop = asyncio.new_event_loop()
@@ -228,7 +229,6 @@ class LocalEngine:
         os.register_at_fork(after_in_child=self._stay_behind)
 
     def open(self, place: Place, store: Store) -> LocalLine:
-        """See `Engine.open`."""
         if isinstance(place.parent, LocalLine):
             return place.parent.subgroup(place.ranks)
         listener = self.run(self._host.listen(address_at(self._way.hosts, 0)))
@@ -243,14 +243,14 @@ class LocalEngine:
         return LocalLine(self, group, counted=place.ranks)
 
     def close(self, group: Group) -> None:
-        """Leave a group that was opened here; the second time nothing happens."""
+        """Leave a group that was opened here; idempotent."""
         if not self.forked:
             self.run(group.close())
         if group in self._groups:
             self._groups.remove(group)
 
     def peer_failed(self, rank: int, world: int, reason: str) -> None:
-        """We are told that a rank of the program has failed: no group of all ranks can go on, or begin."""
+        """Handle the failure of a rank of the program: fail the groups of all ranks, also those opened later."""
         self._failed = rank, world, reason
         self.hand_over(self._fail_groups)
 
@@ -262,7 +262,7 @@ class LocalEngine:
                     group.fail(reason, rank)
 
     def hand_over(self, act: Callable[..., object], *args: object) -> None:
-        """Have the loop's thread call it, after all that was handed over before."""
+        """Schedule a function in the loop's thread, in the order of these calls."""
         if self.forked:
             raise UsageError(
                 "this process group is the parent's: the process was forked after the group was made; make one here"
@@ -270,7 +270,7 @@ class LocalEngine:
         self._loop.call_soon_threadsafe(act, *args)
 
     def run(self, work: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
-        """Run it in the loop's thread, and wait for its result."""
+        """Run the coroutine in the loop's thread, and wait for its result."""
         running: Future[T] = asyncio.run_coroutine_threadsafe(work, self._loop)
         return running.result(timeout_s)
 
@@ -287,7 +287,7 @@ class LocalEngine:
         atexit.unregister(self._leave)
 
     def _leave(self) -> None:
-        """The program ends: let what was sent arrive."""
+        """Leave at the program's exit; flush what was sent."""
         with suppress(TimeoutError):
             self.run(self._end(), _LEAVE_S)
         self.hand_over(self._loop.stop)
@@ -299,7 +299,7 @@ class LocalEngine:
 
 
 def _recounted(error: BaseException, counted: Sequence[int]) -> BaseException:
-    """The error with the program's number of the rank that it names."""
+    """Return the error with its rank translated to the program's numbering."""
     if not isinstance(error, CollectiveError) or list(counted) == list(range(len(counted))):
         return error
     text = f"{error} (as this group counts: its ranks are {', '.join(map(str, counted))} of the program)"
@@ -310,7 +310,8 @@ def _recounted(error: BaseException, counted: Sequence[int]) -> BaseException:
 
 
 def _meet(place: Place, store: Store, ours: str) -> tuple[str, ...]:
-    """Everybody's addresses, by rank. The last one tidies up, for a later group that meets in the same store."""
+    """Exchange addresses through the store; return them by rank. The last rank deletes the keys, for a later
+    group that uses the same store."""
     keys = [f"hcsim/{rank}" for rank in range(place.size)]
     store.set(keys[place.rank], ours)
     addresses = tuple(store.get(key).decode() for key in keys)
@@ -324,7 +325,7 @@ _engines: dict[int, LocalEngine] = {}
 
 
 def local_engine() -> LocalEngine:
-    """This process's; a forked child has its own."""
+    """Return this process's engine; a forked child gets its own."""
     process = os.getpid()
     if process not in _engines:
         _engines[process] = LocalEngine(way_of(os.environ))

@@ -1,4 +1,4 @@
-"""What torch calls the backend, and what a program may say of a process group that it makes."""
+"""The backend's name in torch, and the options of a process group."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ DEVICES = ["cpu", "cuda", "mps"]
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
-    """`init_process_group("hcsim", pg_options=Options(...))`, the same on all ranks."""
+    """Options of a process group, the same on all ranks: `init_process_group("hcsim",
+    pg_options=Options(...))`."""
 
     compression: str = ""
-    """How sums and means of floats travel in all_reduce: "int8", "bf16", "topk:0.01"; empty: as they are, and so do
-    float64s, which no compressor can hold.
+    """Compression of floats in an all_reduce that is a sum or a mean: "int8", "bf16", "topk:0.01". Empty: none.
+    float64 tensors are never compressed, since no compressor supports them.
 
-    Not one that remembers tensors from step to step ("+ef", "powersgd:4"): see `hcsim.torch_backend.hooks`."""
+    Compressors with state ("+ef", "powersgd:4") are not supported here: see `hcsim.torch_backend.hooks`."""
     least_bytes: int = 1 << 16
-    """Smaller tensors travel as they are."""
+    """Smaller tensors are not compressed."""
     seed: int = 0
-    """Of what a compressor draws at random."""

@@ -1,10 +1,10 @@
-"""torch.distributed's process group over a toolkit group.
+"""torch.distributed's process group over an hcsim group.
 
-torch's C++ code and its Python code call the methods by torch's names, with lists of tensors in the ways that torch
-has come to pass them; each becomes one or several `GroupCall`s over flat arrays.
+torch's C++ and Python code call the methods by torch's names, with lists of tensors in several historical
+layouts. Each method becomes one or several `GroupCall`s over flat arrays.
 
-Of sparse tensors, as embeddings have them for gradients, all get all elements, and add them up. Each rank first learns
-how many elements the others have, for which it waits here.
+An all-reduce of sparse tensors (gradients of embeddings) is an all-gather of all elements, which every rank
+sums. Each rank first gathers the number of elements of the other ranks, and blocks until these have arrived.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from hcsim.torch_backend.work import CallTimedOut, PendingWork, translated
 
 Tensors: TypeAlias = list[Tensor] | Tensor
 Started: TypeAlias = tuple[Pending, Sequence[Flat]]
-"""A call on its way, and what has to be put back into tensors after it."""
+"""A call in flight, and the flat arrays to copy back into tensors after it."""
 
 _REDUCTIONS = {
     ReduceOp.SUM: "sum",
@@ -44,13 +44,12 @@ _REDUCTIONS = {
     ReduceOp.BXOR: "bxor",
 }
 _COMPRESSED = ("sum", "mean")
-"""What the group's compression is for."""
+"""Reductions that the group's compression applies to."""
 _BARRIER_TAG = (1 << 32) - 1
-"""Of the messages of a monitored barrier: above what a torch program can say."""
+"""The tag of a monitored barrier's messages, beyond those that a torch program can use."""
 
 
 def create(options: Any, backend_options: object | None) -> ProcessGroup:
-    """What torch asks of a backend when a group is made."""
     chosen = _options(backend_options)
     ranks = tuple(options.global_ranks_in_group)
     whole = dist.group.WORLD if ranks and dist.is_initialized() else None
@@ -79,10 +78,10 @@ def _options(given: object | None) -> Options:
 
 
 class HcsimGroup(ProcessGroup):
-    """A process group whose calls a `Line` carries out."""
+    """A process group whose calls are carried out by a `Line`."""
 
     def __init__(self, line: Line, store: Store, timeout_s: float, options: Options, ranks: Sequence[int] = ()) -> None:
-        """`ranks`: who the members are in the whole program; none: they are all of it."""
+        """`ranks` are the members' ranks in the whole program; empty if the group is the whole program."""
         super().__init__(line.rank, line.size)  # type: ignore[call-arg]  # the form of a Python group
         self.line = line
         self._store = store
@@ -97,21 +96,17 @@ class HcsimGroup(ProcessGroup):
     # What torch asks of a group; its C++ side by the names in capitals, where a Python group has to answer for itself.
 
     def name(self) -> str:
-        """The backend's."""
         return NAME
 
     @property
     def group_name(self) -> str:
-        """The group's, which torch gives it."""
         return self._name
 
     @property
     def group_desc(self) -> str:
-        """What it is for."""
         return self._description
 
     def get_group_store(self) -> Store:
-        """Where its ranks have met."""
         return self._store
 
     def _set_group_name(self, name: str) -> None:
@@ -132,39 +127,35 @@ class HcsimGroup(ProcessGroup):
     setGroupDesc = _set_group_desc  # noqa: N815
 
     def getGroupName(self) -> str:  # noqa: N802
-        """The group's name."""
         return self._name
 
     def getGroupDesc(self) -> str:  # noqa: N802
-        """What it is for."""
         return self._description
 
     # Collectives.
 
     def allreduce(self, tensors: Tensors, opts: Any = None) -> PendingWork:
-        """Combine everybody's tensors, in place."""
+        """Reduce the tensors of all ranks, in place."""
         return self.allreduce_coalesced(_listed(tensors), opts)
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> PendingWork:
-        """The same for several, which travel together."""
+        """Reduce several tensors in one message."""
         if any(tensor.is_sparse for tensor in tensors):
             return PendingWork.of_all([sum_sparse(self, tensor, opts) for tensor in tensors])
         call = GroupCall(operation="all_reduce")
         return self._work([self._reduce(tensor, opts, call) for tensor in tensors], tensors)
 
     def allreduce_compressed(self, tensor: Tensor, compression: Compression, *, mean: bool = True) -> PendingWork:
-        """The mean or the sum of everybody's tensors, in place, where they travel in this way."""
+        """Average or sum the tensors of all ranks in place, with this compression."""
         flat = Flat([tensor], reduced=True)
         call = GroupCall(operation="all_reduce", op="mean" if mean else "sum", compression=compression)
         return self._work([self._start(call, None, [flat], [flat])], [tensor])
 
     def reduce(self, tensors: Tensors, opts: Any) -> PendingWork:
-        """Combine everybody's tensors; the root gets the result."""
         (tensor,) = _listed(tensors)
         return self._work([self._reduce(tensor, opts, GroupCall(operation="reduce", root=opts.rootRank))], [tensor])
 
     def broadcast(self, tensors: Tensors, opts: Any) -> PendingWork:
-        """Everybody gets the root's tensor."""
         (tensor,) = _listed(tensors)
         flat = Flat([tensor], read=self.rank() == opts.rootRank)
         call = GroupCall(operation="broadcast", root=opts.rootRank)
@@ -173,28 +164,26 @@ class HcsimGroup(ProcessGroup):
     def allgather(
         self, output_tensors: list[list[Tensor]], input_tensors: list[Tensor], opts: Any = None
     ) -> PendingWork:
-        """Everybody gets everybody's tensors, by rank, in a list."""
+        """Gather the tensors of all ranks, by rank, into a list on every rank."""
         pairs = zip(output_tensors, input_tensors, strict=True)
         started = [self._gather(outputs, source, opts) for outputs, source in pairs]
         return self._work(started, [tensor for outputs in output_tensors for tensor in outputs])
 
     def all_gather_single(self, output: Tensor, source: Tensor, opts: Any = None) -> PendingWork:
-        """Everybody gets everybody's tensors, by rank, in one tensor."""
+        """Gather the tensors of all ranks, by rank, into one tensor on every rank."""
         return self.all_gather_single_coalesced([output], [source], opts)
 
     def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> PendingWork:
-        """The same for several."""
         pairs = zip(outputs, inputs, strict=True)
         return self._work([self._gather([output], source, opts) for output, source in pairs], outputs)
 
     def allgather_coalesced(
         self, output_lists: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
     ) -> PendingWork:
-        """Everybody gets everybody's lists of tensors: `output_lists` has one list for each rank."""
+        """Gather the lists of tensors of all ranks; `output_lists` has one list for each rank."""
         return self.allgather([list(of_input) for of_input in zip(*output_lists, strict=True)], inputs, opts)
 
     def gather(self, output_tensors: list[list[Tensor]], input_tensors: list[Tensor], opts: Any) -> PendingWork:
-        """The root gets everybody's tensors, by rank."""
         outputs = output_tensors[0] if self.rank() == opts.rootRank else []
         flats = [Flat(input_tensors), *([Flat(outputs, read=False)] if outputs else [])]
         _check_alike(flats, self.size())
@@ -202,7 +191,7 @@ class HcsimGroup(ProcessGroup):
         return self._work([self._start(call, opts, flats, flats[1:])], outputs)
 
     def scatter(self, output_tensors: list[Tensor], input_tensors: list[list[Tensor]], opts: Any) -> PendingWork:
-        """Everybody gets the tensor that the root has for it."""
+        """Send each rank its tensor of the root's list."""
         target = Flat(output_tensors, read=False)
         flats = [target, *([Flat(input_tensors[0])] if self.rank() == opts.rootRank else [])]
         _check_alike(flats, self.size())
@@ -212,23 +201,22 @@ class HcsimGroup(ProcessGroup):
     def reduce_scatter(
         self, output_tensors: list[Tensor], input_tensors: list[list[Tensor]], opts: Any = None
     ) -> PendingWork:
-        """Combine everybody's lists of tensors; each rank gets its own place of the list."""
+        """Reduce the lists of tensors of all ranks; each rank gets the element at its rank."""
         pairs = zip(output_tensors, input_tensors, strict=True)
         return self._work([self._reduce_scatter(output, parts, opts) for output, parts in pairs], output_tensors)
 
     def reduce_scatter_single(self, output: Tensor, source: Tensor, opts: Any = None) -> PendingWork:
-        """Combine everybody's tensors; each rank gets its part."""
+        """Reduce the tensors of all ranks; each rank gets its part."""
         return self.reduce_scatter_single_coalesced([output], [source], opts)
 
     def reduce_scatter_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
     ) -> PendingWork:
-        """The same for several."""
         pairs = zip(outputs, inputs, strict=True)
         return self._work([self._reduce_scatter(output, [source], opts) for output, source in pairs], outputs)
 
     def alltoall(self, output_tensors: list[Tensor], input_tensors: list[Tensor], opts: Any = None) -> PendingWork:
-        """Send the i-th tensor to rank i, and get one from each."""
+        """Send the i-th tensor to rank i, and receive one from each rank."""
         target, source = Flat(output_tensors, read=False), Flat(input_tensors)
         call = GroupCall(operation="all_to_all", counts=tuple(source.lengths), received=tuple(target.lengths))
         return self._work([self._start(call, opts, [source, target], [target])], output_tensors)
@@ -236,7 +224,8 @@ class HcsimGroup(ProcessGroup):
     def all_to_all_single(
         self, output: Tensor, source: Tensor, output_splits: list[int], input_splits: list[int], opts: Any = None
     ) -> PendingWork:
-        """The same with parts of one tensor: by its first dimension, equal ones unless the splits say otherwise."""
+        """Exchange parts of one tensor, split along its first dimension: in equal parts unless the splits say
+        otherwise."""
         here, there = Flat([source]), Flat([output], read=False)
         call = GroupCall(
             operation="all_to_all",
@@ -246,11 +235,10 @@ class HcsimGroup(ProcessGroup):
         return self._work([self._start(call, opts, [here, there], [there])], [output])
 
     def barrier(self, opts: Any = None) -> PendingWork:
-        """Return when everybody has called it."""
         return self._work([self._start(GroupCall(operation="barrier"), opts, [], [])], [])
 
     def monitored_barrier(self, timeout: timedelta, wait_all_ranks: bool = False) -> None:
-        """A barrier whose failure names, at rank 0, who did not come."""
+        """A barrier whose failure names the absent ranks, at rank 0."""
         _monitored_barrier(self.line, timeout.total_seconds(), self._ranks, name_all=wait_all_ranks)
 
     _allgather_base = all_gather_single
@@ -262,17 +250,14 @@ class HcsimGroup(ProcessGroup):
     # Messages.
 
     def send(self, tensors: list[Tensor], dst: int, tag: int = 0) -> PendingWork:
-        """Send a tensor to one rank."""
         call = GroupCall(operation="send", root=dst, tag=tag)
         return self._work([self._start(call, None, [Flat(tensors)], [])], tensors)
 
     def recv(self, tensors: list[Tensor], src: int, tag: int = 0) -> PendingWork:
-        """Receive a tensor from one rank."""
         flat = Flat(tensors, read=False)
         return self._work([self._start(GroupCall(operation="recv", root=src, tag=tag), None, [flat], [flat])], tensors)
 
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> PendingWork:
-        """Receive a tensor from whoever sends one."""
         return self.recv(tensors, ANY_SOURCE, tag)
 
     # Its life.
@@ -285,16 +270,13 @@ class HcsimGroup(ProcessGroup):
         return PendingWork.of_all(works)
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """From now on, calls may take that long."""
         self._timeout_s = timeout.total_seconds()
 
     def shutdown(self) -> None:
-        """Leave, in an orderly way."""
         self._staging.close()
         self.line.close()
 
     def abort(self) -> None:
-        """Leave at once."""
         self.line.abort()
 
     # What the calls have in common.
@@ -350,13 +332,12 @@ def _listed(tensors: Tensors) -> list[Tensor]:
 
 
 def _reducing(call: GroupCall, opts: Any) -> GroupCall:
-    """The call with the reduction that the options ask for."""
     chosen: Any = opts.reduceOp if opts is not None else ReduceOp.SUM
     return msgspec.structs.replace(call, op=_REDUCTIONS[getattr(chosen, "op", chosen)])
 
 
 def _factor(opts: Any) -> Factor | None:
-    """What the options want everything to be multiplied by before it is summed."""
+    """Return the factor of a pre-multiplied sum, if the options ask for one."""
     if opts is None or opts.reduceOp != ReduceOp.PREMUL_SUM:
         return None
     factor: Factor = opts.reduceOp.factor
@@ -364,7 +345,8 @@ def _factor(opts: Any) -> Factor | None:
 
 
 def _check_alike(flats: Sequence[Flat], size: int) -> None:
-    """Refuse a list, which the root of a gather or a scatter has, whose tensors are not each as long as everybody's."""
+    """Reject a list of the root of a gather or a scatter whose tensors do not all have the length of the other
+    ranks' tensors."""
     ours, *lists = (flat.lengths for flat in flats)
     for lengths in lists:
         if lengths != ours * size:
@@ -372,7 +354,7 @@ def _check_alike(flats: Sequence[Flat], size: int) -> None:
 
 
 def _split(tensor: Tensor, rows: list[int], size: int) -> tuple[int, ...]:
-    """How many elements of a tensor go to each rank."""
+    """Return how many elements of a tensor go to each rank."""
     total = tensor.shape[0] if tensor.dim() else 1
     if not rows:
         if total % size:
@@ -385,7 +367,7 @@ def _split(tensor: Tensor, rows: list[int], size: int) -> tuple[int, ...]:
 
 
 def sum_sparse(group: HcsimGroup, tensor: Tensor, opts: Any) -> PendingWork:
-    """Put the sum, or the mean, of everybody's tensors into this one."""
+    """Replace the tensor by the sum, or the mean, of the sparse tensors of all ranks."""
     mean = opts is not None and opts.reduceOp == ReduceOp.AVG
     if opts is not None and not mean and opts.reduceOp != ReduceOp.SUM:
         raise ValueError("sparse tensors can be summed or averaged, and no other reduction is done: make them dense")
@@ -417,9 +399,10 @@ def _counts(group: HcsimGroup, ours: int, opts: Any) -> list[int]:
 
 
 def _monitored_barrier(line: Line, timeout_s: float, ranks: Sequence[int], *, name_all: bool) -> None:
-    """A barrier that says who did not come: everybody reports to rank 0, which lets all go or names the absent.
+    """Wait for all ranks: every rank reports to rank 0, which releases all or names the absent ranks.
 
-    `ranks`: who the members are in the whole program; `name_all`: rank 0 names all the absent rather than one."""
+    `ranks` are the members' ranks in the whole program. With `name_all` rank 0 names all absent ranks rather
+    than one."""
     others = range(1, line.size) if line.rank == 0 else range(1)
     first, second = ("recv", "send") if line.rank == 0 else ("send", "recv")
     troubles = _troubles({rank: _begin_message(line, first, rank, timeout_s) for rank in others})
@@ -442,7 +425,6 @@ def _begin_message(line: Line, operation: str, rank: int, timeout_s: float) -> P
 
 
 def _troubles(messages: dict[int, Pending]) -> dict[int, HcsimError]:
-    """What went wrong with each that something went wrong with."""
     troubles = {}
     for rank, message in messages.items():
         try:

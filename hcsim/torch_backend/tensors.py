@@ -1,14 +1,11 @@
-"""Tensors as the flat arrays that a call works on, and back.
+"""Conversion between tensors and the flat arrays that a call works on.
 
-One tensor that lies in this machine's memory in one piece is its array: nothing is copied. Several tensors, one with
-gaps, or one on a device go through a buffer. CUDA fills and empties it on the stream that the program uses, while the
-program goes on; `copied` waits until it is filled.
+A single contiguous tensor in host memory is used as it is, without a copy. Several tensors, a tensor with gaps,
+or one on a device go through a buffer. On CUDA the copies are queued on the program's stream, and the program
+goes on; `copied` waits until the buffer is filled.
 
-A call on tensors that lie on a device is started when the device has copied them, without holding up the program.
-
-The copies into host memory are queued on the device's stream like any other work. A thread waits for them in the order
-in which the calls were made, and starts each. From the first such call on, all calls of the group go through it: they
-have to stay in order.
+A thread waits for these copies in the order in which the calls were made, and then starts each call. From the
+first call with tensors on a device on, all calls of the group go through this thread, to stay in order.
 """
 
 from __future__ import annotations
@@ -32,19 +29,19 @@ _AS_THEY_ARE = (
     torch.float16, torch.float32, torch.float64, torch.complex64, torch.complex128, torch.bool,
     torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32, torch.uint64,
 )  # fmt: skip
-"""dtypes that torch gives numpy."""
+"""dtypes that torch converts to numpy."""
 _BY_WIDTH = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""What any other travels as: it can be moved, and nothing can be computed with it."""
+"""Other dtypes travel as integers of the same width: they can be moved, but not reduced."""
 
 
 class Flat:
-    """Tensors, as one flat array."""
+    """One or several tensors as one flat array."""
 
     def __init__(
         self, tensors: Sequence[Tensor], *, reduced: bool = False, read: bool = True, factor: Factor | None = None
     ) -> None:
-        """`reduced`: the call computes with the elements; otherwise they are moved. `read`: it needs what is in them
-        now. `factor`: the array has the tensors' elements times that; the tensors stay as they are until `back`."""
+        """`reduced`: the call computes with the elements, and does not only move them. `read`: it needs the current
+        contents. `factor`: the array holds the elements times this factor; the tensors change only in `back`."""
         first = tensors[0]
         for tensor in tensors:
             if tensor.dtype != first.dtype:
@@ -57,7 +54,6 @@ class Flat:
         self._pieces: list[Tensor] | None = None
         self._filled: torch.cuda.Event | None = None
         self.lengths = [tensor.numel() for tensor in tensors]
-        """How many elements each tensor has."""
         if len(tensors) == 1 and _in_place(first) and factor is None:
             whole = first.detach().view(-1)
         else:
@@ -77,16 +73,16 @@ class Flat:
 
     @property
     def staged(self) -> bool:
-        """Whether the array may still be waiting for its elements."""
+        """Whether the copy into the array may still be in progress."""
         return self._filled is not None
 
     def copied(self) -> None:
-        """Return when the elements are in the array."""
+        """Wait until the elements are in the array."""
         if self._filled is not None:
             self._filled.synchronize()
 
     def back(self) -> None:
-        """Put what the call has left in the array into the tensors; on CUDA, ahead of what the program does next."""
+        """Copy the array back into the tensors; on CUDA, ahead of the program's later work."""
         if self._pieces is not None:
             with torch.no_grad():
                 for piece, tensor in zip(self._pieces, self._tensors, strict=True):
@@ -105,19 +101,17 @@ def _array(flat: Tensor) -> Array:
 
 
 class StagedPending:
-    """A call that will be started."""
+    """A call that will be started once its tensors are copied."""
 
     def __init__(self, started: Future[Pending]) -> None:
         self._started = started
 
     def done(self) -> bool:
-        """Whether it is over."""
         if not self._started.done():
             return False
         return self._started.exception() is not None or self._started.result().done()
 
     def wait(self, timeout_s: float | None) -> int:
-        """See `Pending.wait`."""
         try:
             pending = self._started.result(timeout_s)
         except TimeoutError:
@@ -125,8 +119,6 @@ class StagedPending:
         return pending.wait(timeout_s)
 
     def on_done(self, act: Callable[[], None]) -> None:
-        """See `Pending.on_done`."""
-
         def follow(started: Future[Pending]) -> None:
             if started.exception() is None:
                 started.result().on_done(act)
@@ -137,14 +129,14 @@ class StagedPending:
 
 
 class Staging:
-    """The calls of one group, in order."""
+    """The queue of one group's calls."""
 
     def __init__(self) -> None:
         self._worker: ThreadPoolExecutor | None = None
         self._guard = threading.Lock()
 
     def start(self, flats: Sequence[Flat], begin: Callable[[], Pending]) -> Pending:
-        """Begin at once where nothing lies on a device and nobody waits for one."""
+        """Start the call at once. From the first call with tensors on a device on, queue the calls instead."""
         with self._guard:
             if self._worker is None:
                 if not any(flat.staged for flat in flats):
@@ -153,7 +145,7 @@ class Staging:
             return StagedPending(self._worker.submit(_begin_when_copied, flats, begin))
 
     def close(self) -> None:
-        """Start what is still to be started, and no more."""
+        """Start the queued calls, and accept no more."""
         with self._guard:
             if self._worker is not None:
                 self._worker.shutdown()

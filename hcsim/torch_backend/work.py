@@ -1,10 +1,10 @@
-"""A call that torch waits for.
+"""A call in flight, as a torch `Work`.
 
-A callback of its future may make further calls and wait for them, so it does not run in the thread that ends calls.
-torch's C++ side, which is where DDP waits, knows a future's error only if a callback raised it: so the future is what
-becomes of another one.
+A callback of its future may start further calls and wait for them, so callbacks do not run in the thread that
+ends calls. torch's C++ code, where DDP waits, only sees a future's error if a callback raised it. So the public
+future is chained to an inner one by a callback.
 
-Where a call fails, the program sees torch's own kind of error, which says whose fault it was.
+A failed call raises torch's own kind of error, which names the rank at fault.
 """
 
 from __future__ import annotations
@@ -23,23 +23,24 @@ from hcsim.torch_backend.engine import Pending
 
 
 class CallFailed(DistBackendError):
-    """A call on a group failed, and the group with it: destroy the process group, and make a new one of who is left."""
+    """A call on a group failed, and the group with it. Destroy the process group, and create one of the
+    remaining ranks."""
 
     def __init__(self, message: str, peer: int | None = None) -> None:
         super().__init__(message)
         self.peer = peer
-        """The rank, in the whole program, that it failed at, where that is known."""
+        """The failed rank, in the whole program's numbering, if known."""
 
 
 class CallTimedOut(CallFailed):
-    """It took longer than the group's timeout, or than the call's own."""
+    """The call exceeded the group's timeout, or its own."""
 
 
 _WHAT_TO_DO = " (this group has ended: destroy_process_group(), then init_process_group() with whoever is left)"
 
 
 def translated(error: BaseException) -> BaseException:
-    """The error as torch's users expect it."""
+    """Translate an error to the type that users of torch expect."""
     if isinstance(error, UsageError):
         return ValueError(str(error))
     peer = error.peer if isinstance(error, CollectiveError) else None
@@ -58,7 +59,7 @@ class PendingWork(Work):
     """One or several calls that were started together."""
 
     def __init__(self, pending: Sequence[Pending], results: list[Tensor], deliver: Callable[[], None]) -> None:
-        """`results` are the tensors that hold what the calls come to, once `deliver` has put it there."""
+        """`results` are the tensors that hold the results, once `deliver` has copied them there."""
         super().__init__()
         self.pending = pending
         self._results = results
@@ -70,8 +71,6 @@ class PendingWork(Work):
 
     @classmethod
     def of_all(cls, works: Sequence[PendingWork]) -> PendingWork:
-        """Over when all of them are."""
-
         def deliver() -> None:
             for work in works:
                 work.wait()
@@ -80,7 +79,7 @@ class PendingWork(Work):
         return cls(pending, [tensor for work in works for tensor in work._results], deliver)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Return when the results are there; raises what went wrong."""
+        """Wait for the results; raise the error of a failed call."""
         limit_s = timeout.total_seconds() if timeout else 0.0
         try:
             for pending in self.pending:
@@ -95,37 +94,30 @@ class PendingWork(Work):
         return True
 
     def synchronize(self) -> None:
-        """The same."""
         self.wait()
 
     def is_completed(self) -> bool:
-        """Whether the calls are over, well or not."""
         if not self._over():
             return False
         self._look()
         return True
 
     def is_success(self) -> bool:
-        """Whether they are over, and well."""
         return self.is_completed() and self._error is None
 
     def exception(self) -> BaseException | None:
-        """What went wrong, if it has."""
         self.is_completed()
         return self._error
 
     def result(self) -> list[Tensor]:
-        """The tensors that hold the results."""
         return self._results
 
     def source_rank(self) -> int:
-        """Who sent what was received."""
         return self._source
 
     _source_rank = source_rank
 
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
-        """A future of the results."""
         if self._future is None:
             cuda = {each.device for each in self._results if each.device.type == "cuda"}
             devices: list[int | str | torch.device] = [*sorted(cuda, key=str)]
@@ -135,7 +127,7 @@ class PendingWork(Work):
         return self._future
 
     def _follow(self, number: int, over: torch.futures.Future[None]) -> None:
-        """Keep the promise when the calls from that one on are over."""
+        """Complete the future when the calls from this index on have ended."""
         if number < len(self.pending):
             self.pending[number].on_done(lambda: self._follow(number + 1, over))
         else:
@@ -151,7 +143,7 @@ class PendingWork(Work):
         return all(pending.done() for pending in self.pending)
 
     def _look(self) -> None:
-        """See how the calls ended, which they have."""
+        """Collect the outcomes of the calls, all of which have ended."""
         if self._error is None:
             with suppress(Exception):  # kept by wait
                 self.wait()

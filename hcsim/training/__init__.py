@@ -1,1 +1,1 @@
-"""How a model learns: tasks, what is sent of a gradient, and the strategies that send it."""
+"""Training: tasks, gradient exchange, and the strategies that use them."""

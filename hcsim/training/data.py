@@ -1,13 +1,13 @@
-"""Which samples a rank learns from in a step.
+"""The samples of each rank in each step.
 
 Every epoch is a new permutation of all samples. The global batch of a step is the next contiguous part of it,
-dealt out to the ranks in order, as many to each as its batch size says. So N ranks with batches of b see
-in every step, sample for sample, what one process with a batch of N·b sees. Nothing is dropped and
-nothing is seen twice in an epoch: its last batch may be short, and then some ranks get fewer samples
-than usual or none, which is why gradients are averaged by `counts`. Where the ranks change in the course of a run,
-new batches begin `since` the position that the old ones came to, so this holds for every epoch whatever happens.
+dealt out to the ranks in order, in proportion to their batch sizes. So N ranks with batches of b see in every
+step, sample for sample, what one process with a batch of N·b sees. In an epoch no sample is dropped and none is
+seen twice. Its last batch may be short, so that some ranks get fewer samples than usual or none; therefore
+gradients are averaged by `counts`. When the ranks change during a run, new batches begin `since` the position
+that the old ones reached, so this holds for every epoch.
 
-A worker that keeps its own pace (of a parameter server) goes through a shard of its own instead.
+A worker of an asynchronous parameter server goes through a shard of its own instead.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from hcsim.training.task import Indices, Task
 
 
 def dealt(count: int, sizes: Sequence[int]) -> tuple[int, ...]:
-    """So many samples, shared out in proportion to the sizes; what is left over goes to the largest remainders."""
+    """Share out `count` samples in proportion to the sizes; the rest goes to the largest remainders."""
     total = sum(sizes)
     shares = [count * size // total for size in sizes]
     by_remainder = sorted(range(len(sizes)), key=lambda rank: (-(count * sizes[rank] % total), rank))
@@ -34,7 +34,7 @@ def dealt(count: int, sizes: Sequence[int]) -> tuple[int, ...]:
 
 
 class Batches:
-    """The batches of all ranks: every rank computes the same ones, and takes its own."""
+    """The batches of all ranks: every rank computes the same ones and takes its own."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class Batches:
         shuffled: bool = True,
         since: tuple[int, int] = (0, 0),
     ) -> None:
-        """`since` is a step, and how many samples of all epochs were dealt out before it."""
+        """`since` is a step, and the number of samples of all epochs dealt out before it."""
         if samples < 1 or min(batch_sizes, default=0) < 0 or sum(batch_sizes) < 1:
             raise UsageError(f"{samples} samples cannot be dealt out in batches of {tuple(batch_sizes)}")
         self.samples = samples
@@ -57,37 +57,37 @@ class Batches:
 
     @classmethod
     def of(cls, task: Task, batch_sizes: Sequence[int], seed: int, since: tuple[int, int] = (0, 0)) -> Batches:
-        """For a task. A phantom has samples to count and none to shuffle."""
+        """Return the batches of a task. A phantom task has a number of samples but nothing to shuffle."""
         return cls(task.samples, batch_sizes, seed, shuffled=not task.phantom, since=since)
 
     @property
     def steps_per_epoch(self) -> int:
-        """Global batches, the short last one included."""
+        """The number of global batches, the short last one included."""
         return -(-self.samples // sum(self.batch_sizes))
 
     def counts(self, step: int) -> tuple[int, ...]:
-        """By rank, the samples in its batch: the weights of its gradients in the mean."""
+        """Return by rank the number of samples in its batch: the weights of its gradients in the mean."""
         _, lo, hi = self._range(step)
         return dealt(hi - lo, self.batch_sizes)
 
     def position(self, step: int) -> int:
-        """How many samples, of all epochs, were dealt out before this step."""
+        """Return the number of samples, of all epochs, dealt out before this step."""
         epoch, lo, _ = self._range(step)
         return epoch * self.samples + lo
 
     def batch(self, step: int, rank: int) -> Indices:
-        """This rank's part of the step's global batch."""
+        """Return this rank's part of the step's global batch."""
         epoch, lo, _ = self._range(step)
         counts = self.counts(step)
         start = lo + sum(counts[:rank])
         return self._order(epoch)[start : start + counts[rank]]
 
     def shard(self, rank: int) -> Indices:
-        """The samples of a worker that goes its own way, as many as its batch size earns. Shards share none."""
+        """Return the samples of an asynchronous worker, in proportion to its batch size. Shards are disjoint."""
         return self._own_order(rank, -1)
 
     def own(self, rank: int, number: int) -> Indices:
-        """The worker's batch of that number, from its shard. It goes through the shard by epochs of its own."""
+        """Return the worker's batch of that number from its shard, which it goes through in epochs of its own."""
         size, length = self.batch_sizes[rank], len(self.shard(rank))
         if length == 0:
             return self.shard(rank)
@@ -95,7 +95,7 @@ class Batches:
         return self._own_order(rank, epoch)[at * size : (at + 1) * size]
 
     def _range(self, step: int) -> tuple[int, int, int]:
-        """An epoch, and a range of its permutation."""
+        """Return an epoch and a range of its permutation."""
         size = sum(self.batch_sizes)
         first_step, position = self._since
         number = step - first_step
@@ -125,6 +125,6 @@ class Batches:
 
 
 def _constant(indices: Indices) -> Indices:
-    """Handed out to many, written by none."""
+    """Make the array read-only: it is shared."""
     indices.flags.writeable = False
     return indices

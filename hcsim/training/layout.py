@@ -1,8 +1,8 @@
-"""Where a model's tensors lie in one flat array.
+"""The layout of a model's tensors in one flat array.
 
-Parameters, gradients and residuals are flat float32 arrays of one layout. Blocks lie in the order in which
-the backward pass finishes them, the last one first, so that a bucket of gradients that are ready
-is one contiguous range, and goes to the network without a copy.
+Parameters, gradients and residuals are flat float32 arrays of one layout. Blocks lie in the order in which the
+backward pass finishes them, the last one first. So a bucket of finished gradients is one contiguous range, and
+is sent without a copy.
 """
 
 from __future__ import annotations
@@ -19,32 +19,31 @@ FLOAT_BYTES = 4
 
 
 class Tensor(msgspec.Struct, frozen=True):
-    """One parameter."""
+    """One parameter tensor."""
 
     name: str
     shape: tuple[int, ...]
     offset: int
-    """Of its first element."""
+    """The offset of its first element."""
 
     @property
     def length(self) -> int:
-        """In elements."""
         return prod(self.shape)
 
     @property
     def span(self) -> slice:
-        """Its place in the flat array."""
+        """Its range in the flat array."""
         return slice(self.offset, self.offset + self.length)
 
     def piece(self, lo: int, hi: int) -> Tensor:
-        """The part of it that lies in [lo, hi), flat."""
+        """Return the part of the tensor that lies in [lo, hi) of the flat array."""
         start, stop = max(lo, self.offset), min(hi, self.offset + self.length)
         if (start, stop) == (self.offset, self.offset + self.length):
             return self
         return Tensor(f"{self.name}[{start - self.offset}:{stop - self.offset}]", (stop - start,), start)
 
     def view(self, flat: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-        """It, in an array of its layout."""
+        """Return a view of the tensor in an array of its layout."""
         return flat[self.span].reshape(self.shape)
 
 
@@ -53,7 +52,7 @@ class Bucket(msgspec.Struct, frozen=True):
 
     number: int
     blocks: tuple[int, ...]
-    """In the order in which the backward pass comes to them."""
+    """In the order of the backward pass."""
     tensors: tuple[Tensor, ...]
     """With offsets from the start of the bucket."""
     lo: int
@@ -61,17 +60,17 @@ class Bucket(msgspec.Struct, frozen=True):
 
     @property
     def span(self) -> slice:
-        """Its place in the flat array."""
+        """Its range in the flat array."""
         return slice(self.lo, self.hi)
 
     @property
     def size_bytes(self) -> int:
-        """Of its gradients, uncompressed."""
+        """The size of its gradients, uncompressed."""
         return FLOAT_BYTES * (self.hi - self.lo)
 
 
 class Layout(msgspec.Struct, frozen=True):
-    """All tensors of a model, by block, in the order of the backward pass."""
+    """The tensors of a model, by block, in the order of the backward pass."""
 
     blocks: tuple[tuple[Tensor, ...], ...]
     """By block, in the order of the *forward* pass; offsets fall from block to block."""
@@ -89,21 +88,18 @@ class Layout(msgspec.Struct, frozen=True):
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """In the order of their offsets."""
         return tuple(tensor for block in reversed(self.blocks) for tensor in block)
 
     @property
     def length(self) -> int:
-        """Elements of the flat array."""
         return sum(tensor.length for tensor in self.tensors)
 
     @property
     def size_bytes(self) -> int:
-        """Of the flat array."""
         return FLOAT_BYTES * self.length
 
     def buckets(self, most_bytes: int) -> tuple[Bucket, ...]:
-        """Cut into buckets of whole blocks: a bucket closes when it has reached that size."""
+        """Cut the layout into buckets of whole blocks. A bucket closes when it has reached `most_bytes`."""
         return tuple(self._filled(most_bytes))
 
     def _filled(self, most_bytes: int) -> Iterator[Bucket]:

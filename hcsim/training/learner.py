@@ -1,4 +1,4 @@
-"""One rank's part of a training run: its replica with its digests, its device, and where its time went."""
+"""The local part of a training run: one rank's replica, its digests, its device, and its time accounting."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class Ledger:
-    """Seconds by what they were spent on, on this rank's clock."""
+    """Seconds by purpose, on this rank's clock."""
 
     def __init__(self, host: Host) -> None:
         self._clock = host.clock
@@ -28,7 +28,7 @@ class Ledger:
 
     @contextmanager
     def spent_on(self, what: str) -> Iterator[None]:
-        """Book the time that passes in this block."""
+        """Account the time that passes in this block."""
         start_s = self._clock.elapsed()
         try:
             yield
@@ -49,7 +49,8 @@ class Learner:
         self._update_work = optimizer.work(self.layout.length)
 
     async def gradients(self, batch: Indices, ready: Callable[[int], Awaitable[None]] | None = None) -> float:
-        """The mean loss over the batch, its gradients in place; `ready` is told each block when it is done.
+        """Compute the gradients of the batch in place, and return the mean loss. `ready` is called with each block
+        when its gradients are complete.
 
         An empty batch has no loss, and gradients of zero."""
         gradients = self.replica.gradients
@@ -67,18 +68,18 @@ class Learner:
         return loss
 
     async def clip(self, max_norm: float | None) -> None:
-        """Clip the gradients that are in place, if they are to be."""
+        """Clip the gradients in place; do nothing if `max_norm` is None."""
         if max_norm is not None:
             gradients = self.replica.gradients
             work = Work(3.0 * gradients.nbytes / 4, 3.0 * gradients.nbytes)
             await self.run(work, partial(clip, gradients, max_norm))
 
     async def update(self, lr: float) -> None:
-        """One step of the optimizer with the gradients that are in place."""
+        """Take one step of the optimizer with the gradients in place."""
         await self.run(self._update_work, partial(self.stepper.step, self.replica.gradients, lr))
 
     async def run(self, work: Work, function: Callable[[], T], into: memoryview | None = None) -> T:
-        """Compute something on the device, and book its time."""
+        """Run `function` on the device, and account its time."""
         with self.ledger.spent_on("compute"):
             return await self.host.device.run(work, function, into)
 
@@ -90,25 +91,25 @@ class Learner:
 
 
 def digest(parameters: Flat) -> str | None:
-    """SHA-256 over the parameters' bits; None for a phantom."""
+    """Return the SHA-256 of the parameters' bits, or None for a phantom."""
     return None if isinstance(parameters, Phantom) else hashlib.sha256(parameters.data).hexdigest()
 
 
 _COLUMNS = 64
 _CHUNK_WORDS = 1 << 16
-"""They stay in the cache while they are summed."""
+"""A chunk of this size stays in the cache while it is summed."""
 _ODD = np.uint64(0x9E3779B97F4A7C15)
 _MIX = (2 * np.arange(_COLUMNS, dtype=np.uint64) + np.uint64(1)) * _ODD
 
 
 def fingerprint(array: npt.NDArray[np.generic] | Phantom) -> int:
-    """63 bits of a replica, cheap enough for every step; 0 for a phantom.
+    """Return a 63-bit fingerprint of a replica, cheap enough for every step; 0 for a phantom.
 
     The array's 64-bit words are summed by column, sixty-four columns at a time, and the sums are mixed with odd
-    multipliers, all modulo 2⁶⁴. One flipped bit, or any change within one word, always changes it, and so do, all but
-    surely, replicas that have parted. What it does not see: rows of 512 bytes that change places within a chunk, and an
-    even number of signs of 64-bit words. A CRC would, in twice the time. It is no defence against anybody who wants two
-    arrays to agree."""
+    multipliers, all modulo 2⁶⁴. One flipped bit, or any change within one word, always changes the fingerprint.
+    Diverged replicas almost surely have different ones. It does not detect rows of 512 bytes that change places
+    within a chunk, nor an even number of flipped signs of 64-bit words. A CRC would, in twice the time. It is no
+    protection against deliberate collisions."""
     if isinstance(array, Phantom):
         return 0
     data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
@@ -123,7 +124,7 @@ def fingerprint(array: npt.NDArray[np.generic] | Phantom) -> int:
 
 
 def fingerprint_of_all(arrays: Mapping[str, Flat | npt.NDArray[np.generic]]) -> int:
-    """One fingerprint of many arrays, by name."""
+    """Return one fingerprint of many named arrays."""
     total = 0
     for name in sorted(arrays):
         word = np.frombuffer(name.encode() + fingerprint(arrays[name]).to_bytes(8, "little"), np.uint8)

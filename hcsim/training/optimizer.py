@@ -1,9 +1,9 @@
-"""How parameters follow gradients.
+"""Optimizers on flat arrays.
 
-Optimizers work in place on flat arrays, or on any range of one, with numpy's elementwise arithmetic. That
-never fuses a multiplication with an addition nor depends on the number of threads, so replicas that got
-the same gradients keep the same bits, whatever processor each has. The update rules are
-those of torch.optim, to within rounding. For a phantom there is only the work.
+Optimizers work in place on flat arrays, or on any range of one, with numpy's elementwise arithmetic. That never
+fuses a multiplication with an addition and does not depend on the number of threads. So replicas with the same
+gradients keep the same bits, whatever their processors. The update rules are those of torch.optim, to within
+rounding. For a phantom there is only the work.
 """
 
 from __future__ import annotations
@@ -25,38 +25,35 @@ Array: TypeAlias = npt.NDArray[np.float32]
 State: TypeAlias = dict[str, npt.NDArray[np.generic]]
 
 CHUNK = 1 << 16
-"""Elements of a temporary: it stays in the cache."""
+"""The elements of a temporary array, which stays in the cache."""
 
 
 class Stepper(Protocol):
-    """An optimizer at work on certain parameters."""
+    """An optimizer bound to certain parameters."""
 
     def step(self, gradients: Flat, lr: float | None = None) -> None:
-        """Change the parameters; `lr` takes the place of the configured learning rate this once."""
+        """Change the parameters; `lr` replaces the configured learning rate in this call."""
 
     def state(self) -> State:
-        """A copy of what it remembers, for a checkpoint or a newcomer."""
+        """Return a copy of the state, for a checkpoint or a newcomer."""
 
-    def restore(self, state: State) -> None:
-        """Go on from there."""
+    def restore(self, state: State) -> None: ...
 
 
 class Optimizer(Protocol):
     """An optimizer's configuration."""
 
     @property
-    def lr(self) -> float:
-        """The learning rate."""
+    def lr(self) -> float: ...
 
     def open(self, parameters: Flat) -> Stepper:
-        """Put it to work; it remembers these very parameters and writes to them."""
+        """Bind it to these parameters, which it keeps and writes to."""
 
-    def work(self, length: int) -> Work:
-        """What one step over so many parameters costs."""
+    def work(self, length: int) -> Work: ...
 
 
 class Sgd(msgspec.Struct, frozen=True, tag="sgd", tag_field="kind"):
-    """Stochastic gradient descent, with torch's momentum: the learning rate stands outside of it."""
+    """Stochastic gradient descent with torch's momentum: the learning rate is not part of the momentum."""
 
     lr: float
     momentum: float = 0.0
@@ -70,7 +67,6 @@ class Sgd(msgspec.Struct, frozen=True, tag="sgd", tag_field="kind"):
             raise UsageError("nesterov needs momentum")
 
     def open(self, parameters: Flat) -> Stepper:
-        """Put it to work."""
         return _Idle() if isinstance(parameters, Phantom) else _SgdStepper(self, parameters)
 
     def work(self, length: int) -> Work:
@@ -93,7 +89,6 @@ class AdamW(msgspec.Struct, frozen=True, tag="adamw", tag_field="kind"):
         _check_shares(beta1=self.beta1, beta2=self.beta2)
 
     def open(self, parameters: Flat) -> Stepper:
-        """Put it to work."""
         return _Idle() if isinstance(parameters, Phantom) else _AdamWStepper(self, parameters)
 
     def work(self, length: int) -> Work:
@@ -102,7 +97,7 @@ class AdamW(msgspec.Struct, frozen=True, tag="adamw", tag_field="kind"):
 
 
 class _Idle:
-    """At work on phantoms."""
+    """A stepper on phantoms."""
 
     def step(self, gradients: Flat, lr: float | None = None) -> None:
         pass
@@ -171,10 +166,9 @@ class _AdamWStepper:
 
 
 def clip(gradients: Flat, max_norm: float) -> float:
-    """Scale the gradients so that their L2 norm is at most this; returns the norm there was.
+    """Scale the gradients so that their L2 norm is at most `max_norm`; return the norm before.
 
-    Of averaged gradients only: ranks that clip their own before the mean would change it.
-    """
+    Only for averaged gradients: clipping before the mean would change the mean."""
     if isinstance(gradients, Phantom):
         return float("nan")
     # Partial sums in a fixed order and in double precision: every rank gets the same bits.
@@ -187,15 +181,14 @@ def clip(gradients: Flat, max_norm: float) -> float:
 
 
 def scaled_lr(base: float, world: int, step: int, warmup_steps: int = 0) -> float:
-    """The learning rate for a global batch `world` times as large, reached by a linear warm-up.
+    """Return the learning rate for a global batch `world` times as large, reached by a linear warm-up.
 
-    The linear scaling rule, with a warm-up from the base rate (Goyal et al., https://arxiv.org/abs/1706.02677).
-    """
+    The linear scaling rule, with a warm-up from the base rate (Goyal et al., https://arxiv.org/abs/1706.02677)."""
     return base * (1 + (world - 1) * warmup(step, warmup_steps))
 
 
 def warmup(step: int, warmup_steps: int) -> float:
-    """The part of the way that is done in this step, counted from 0: it rises linearly to 1 and stays there."""
+    """Return the warm-up factor of a step, counted from 0: it rises linearly to 1 and stays there."""
     return min(1.0, (step + 1) / warmup_steps) if warmup_steps else 1.0
 
 

@@ -1,30 +1,30 @@
-"""Strategies that can go on with other ranks: what their members hold in common, and how they train on from it.
+"""Strategies that can go on with other ranks: the state that their members share, and how training goes on from it.
 
 With fixed ranks the same `train` runs once, from the first step to the last.
 
-ddp, hierarchical   every member has the model and the optimizer's state, alike to the last bit. In every step all
-                    apply the average of all members' gradients. They are exchanged in buckets, from the last layer
-                    to the first, and a bucket is on its way as soon as its last block is computed: the network works
-                    while the backward pass goes on (Li et al., "PyTorch Distributed", VLDB 2020). Averaging weighs
-                    members by their samples, so N of them do what one process would do with the joined batch;
-                    clipping comes after the average.
-single              the same: the first member computes with everybody's batches and tells the gradients to the
-                    others, who stand by with replicas of their own. So much it costs not to depend on one machine.
-local_sgd, diloco   every member takes H steps of its own. Then they average how far they went, by the samples they
-                    saw, and an outer optimizer takes that average as its gradient:
+ddp, hierarchical   every member has the model and the optimizer's state, alike to the last bit. In every step
+                    all apply the average of all members' gradients. They are exchanged in buckets, from the
+                    last layer to the first, and a bucket is sent as soon as its last block is computed:
+                    communication overlaps with the backward pass (Li et al., "PyTorch Distributed", VLDB 2020).
+                    The average is weighted by samples, so N members do what one process would do with the
+                    joined batch; clipping comes after the average.
+single              the same: the first member computes with all batches and broadcasts the gradients to the
+                    others, which keep replicas. That is the price of not depending on one machine.
+local_sgd, diloco   every member takes H steps of its own. Then they average their changes, weighted by samples,
+                    and an outer optimizer takes that average as its gradient:
 
                         Δ_r = θ_last − θ_r      Δ = Σ w_r Δ_r      θ ← outer(θ_last, Δ)
 
-                    With an outer step of one and no momentum this is local SGD (Stich, "Local SGD Converges Fast and
-                    Communicates Little", ICLR 2019): the parameters are averaged. With Nesterov momentum it is DiLoCo
-                    (Douillard et al., 2023, arXiv 2311.08105). Compression is of Δ. What is left of a run that H does
-                    not divide is exchanged at the end.
+                    With an outer step of one and no momentum this is local SGD (Stich, "Local SGD Converges
+                    Fast and Communicates Little", ICLR 2019): the parameters are averaged. With Nesterov
+                    momentum it is DiLoCo (Douillard et al., 2023, arXiv 2311.08105). Compression is of Δ. The
+                    last steps of a run that H does not divide are exchanged at the end.
 
-                    Alike are the anchor θ_last, where all last agreed, and the outer optimizer. The way since then
-                    and the inner optimizer are each member's own. Whoever comes anew starts from the anchor, with an
-                    inner optimizer that remembers nothing; in the middle of a period it has gone no way. A run counts
-                    the steps that were exchanged. An exchange that fails can be tried again, with other members too:
-                    each still has the way that it went.
+                    The anchor θ_last, where all last agreed, and the outer optimizer are shared. The changes
+                    since then and the inner optimizer are local. A newcomer starts from the anchor, with a
+                    fresh inner optimizer; in the middle of a period its change is zero. A run counts the steps
+                    that were exchanged. A failed exchange can be tried again, with other members too: each
+                    still has its change.
 """
 
 from __future__ import annotations
@@ -52,40 +52,40 @@ Held: TypeAlias = dict[str, "npt.NDArray[np.generic] | Phantom"]
 
 
 class Tally(NamedTuple):
-    """What a member has done since all last agreed."""
+    """The progress of a member since the last exchange."""
 
     samples: int = 0
     gone: int = 0
-    """So many steps are taken, exchanged or not."""
+    """Steps taken, exchanged or not."""
 
 
 class Recoverable(Protocol):
-    """A strategy at work on one rank, which can go on with other members."""
+    """A strategy on one rank that can go on with other members."""
 
     @property
     def alike(self) -> Flat:
-        """What must be the same everywhere before every update."""
+        """The array that must be the same on all members before every update."""
 
     def shared(self) -> Held:
-        """All that a newcomer needs."""
+        """Return the state that a newcomer needs."""
 
     def adopt(self, held: Mapping[str, npt.NDArray[np.generic] | Phantom], step: int) -> None:
-        """Go on from what another member holds after so many steps."""
+        """Go on from the shared state of another member after `step` steps."""
 
     def tally(self, run: Run) -> Tally:
-        """For the others."""
+        """Return this member's progress, for the other members."""
 
     def take_up(self, tallies: Sequence[Tally]) -> None:
-        """What all members have done, by their new ranks."""
+        """Take over the progress of all members, by their new ranks."""
 
     def compresses(self, group: Group) -> bool:
-        """Whether this member's compressor is used in the group, and has to know what the others' know."""
+        """Return whether this member's compressor is used in the group and needs the shared state."""
 
     def dealt(self, sizes: Sequence[int]) -> tuple[int, ...]:
-        """Who computes with how many samples, given each member's batch size."""
+        """Return the number of samples for each member, given their batch sizes."""
 
     async def train(self, run: Run) -> None:
-        """Go on from the run's step, until it or these members' view ends."""
+        """Go on from the run's step, until training or the present view ends."""
 
 
 class Replicated:
@@ -97,35 +97,28 @@ class Replicated:
 
     @property
     def alike(self) -> Flat:
-        """The parameters."""
         return self._learner.replica.parameters
 
     def shared(self) -> Held:
-        """The parameters, and what the optimizer remembers."""
         return {"parameters": self.alike, **_state(self._learner.stepper)}
 
     def adopt(self, held: Mapping[str, npt.NDArray[np.generic] | Phantom], step: int) -> None:
-        """The parameters, and what the optimizer remembers."""
         _fill(self.alike, held["parameters"])
         _restore(self._learner.stepper, held)
 
     def tally(self, run: Run) -> Tally:
-        """All that was done is agreed on."""
+        """Return the run's step: every step taken is agreed on."""
         return Tally(0, run.step)
 
-    def take_up(self, tallies: Sequence[Tally]) -> None:
-        """Nobody has anything of its own."""
+    def take_up(self, tallies: Sequence[Tally]) -> None: ...
 
     def compresses(self, group: Group) -> bool:
-        """All do."""
         return True
 
     def dealt(self, sizes: Sequence[int]) -> tuple[int, ...]:
-        """To each its own."""
         return tuple(sizes)
 
     async def train(self, run: Run) -> None:
-        """Step by step."""
         aggregator = self._aggregator(run)
         for step in run.steps():
             exchange = _StepExchange(run, aggregator, step)
@@ -136,29 +129,27 @@ class Replicated:
 
 
 class InHomes(Replicated):
-    """One member of each home speaks for the others, to the other homes."""
+    """One member of each home represents it in the exchange between homes."""
 
     def compresses(self, group: Group) -> bool:
-        """Those who speak."""
+        """Only the representatives of the homes compress."""
         return any(home[0] == group.rank for home in group.options.groups)
 
 
 class OneComputes(Replicated):
-    """The first member computes; the others do as it says."""
+    """The first member computes; the others apply its gradients."""
 
     def compresses(self, group: Group) -> bool:
-        """Nothing is compressed."""
         return False
 
     def __init__(self, learner: Learner) -> None:
         super().__init__(learner, lambda run: _Told(run.group))
 
     def dealt(self, sizes: Sequence[int]) -> tuple[int, ...]:
-        """Everything to the first."""
         return (sum(sizes), *(0 for _ in sizes[1:]))
 
     async def train(self, run: Run) -> None:
-        """Fixed ranks need no replicas: there the first one is alone, and what the others are measured against."""
+        """With fixed ranks no replicas are needed: only the first rank trains, as the baseline."""
         if run.group.options.conducted:
             await super().train(run)
         elif run.group.rank == 0:
@@ -169,7 +160,7 @@ class OneComputes(Replicated):
 
 
 class Periodic:
-    """Members go ways of their own, and agree after each `every` steps."""
+    """Members take steps of their own, and exchange their changes after each `every` steps."""
 
     def __init__(
         self, learner: Learner, aggregator: Callable[[Run], Aggregator], every: int, inner: Optimizer, outer: Optimizer
@@ -190,38 +181,33 @@ class Periodic:
 
     @property
     def alike(self) -> Flat:
-        """The anchor."""
         return self._anchor
 
     def shared(self) -> Held:
-        """The anchor, and what the outer optimizer remembers."""
+        """Return the anchor, and the state of the outer optimizer."""
         return {"parameters": self.alike, **_state(self._outer)}
 
     def adopt(self, held: Mapping[str, npt.NDArray[np.generic] | Phantom], step: int) -> None:
-        """Start from the anchor."""
         _fill(self.alike, held["parameters"])
         _restore(self._outer, held)
         self._again(step)
 
     def tally(self, run: Run) -> Tally:
-        """Our way."""
         return Tally(self._samples[run.group.rank] if self._samples else 0, self._step)
 
     def take_up(self, tallies: Sequence[Tally]) -> None:
-        """Everybody's ways. Whoever has gone none while others have sits this period out."""
+        """Take over the progress of all members. A member that has taken no step, while others have, skips this
+        period."""
         self._samples = [tally.samples for tally in tallies]
         self._step = max(tally.gone for tally in tallies)
 
     def compresses(self, group: Group) -> bool:
-        """All do."""
         return True
 
     def dealt(self, sizes: Sequence[int]) -> tuple[int, ...]:
-        """To each its own."""
         return tuple(sizes)
 
     async def train(self, run: Run) -> None:
-        """Period by period."""
         aggregator = self._aggregator(run)
         for start in run.steps():
             end = min((start // self._every + 1) * self._every, run.settings.steps)
@@ -238,7 +224,7 @@ class Periodic:
                 self._again(start)  # what somebody brought was of no use: all take the period again
 
     def _start(self, step: int) -> None:
-        """All are at the anchor now."""
+        """Set the parameters to the anchor."""
         self._step = step
         self._samples = []
         parameters = self._learner.replica.parameters
@@ -246,12 +232,12 @@ class Periodic:
             np.copyto(parameters, self._anchor)
 
     def _again(self, step: int) -> None:
-        """The same, with an inner optimizer that remembers nothing: it may remember what was of no use."""
+        """Set the parameters to the anchor, with a fresh inner optimizer: the old state may come from useless steps."""
         self._start(step)
         self._learner.stepper = self._inner.open(self._learner.replica.parameters)
 
     async def _exchange(self, run: Run, aggregator: Aggregator, step: int) -> None:
-        """Average how far everybody went; all go on from the same parameters."""
+        """Average the changes of all members; all go on from the same parameters."""
         total = sum(self._samples)
         weight = self._samples[run.group.rank] / total if total else 0.0
         parameters = run.learner.replica.parameters
@@ -274,7 +260,7 @@ class Periodic:
 
 
 class _StepExchange:
-    """The buckets of one step, each on its way once its blocks are computed."""
+    """The buckets of one step; each is exchanged once its blocks are computed."""
 
     def __init__(self, run: Run, aggregator: Aggregator, step: int) -> None:
         counts = run.batches.counts(step)
@@ -286,7 +272,6 @@ class _StepExchange:
         self._pending: list[asyncio.Task[None]] = []
 
     async def ready(self, block: int) -> None:
-        """A block's gradients are in place."""
         if block in self._closing:
             bucket = self._closing[block]
             gradients = self._run.learner.replica.gradients
@@ -301,7 +286,7 @@ class _StepExchange:
 
 
 async def _all_of(totals: Sequence[asyncio.Future[None]], run: Run, step: int) -> None:
-    """Wait for the step's exchanges: all succeed, or none goes on."""
+    """Wait for the step's exchanges: all succeed, or the step fails."""
     try:
         await asyncio.gather(*totals)
     except BaseException:
@@ -313,13 +298,13 @@ async def _all_of(totals: Sequence[asyncio.Future[None]], run: Run, step: int) -
 
 
 class _Told:
-    """The first rank's gradients are everybody's."""
+    """Broadcasts the first rank's gradients to all ranks."""
 
     def __init__(self, group: Group) -> None:
         self._group = group
 
     async def total(self, flat: Flat, bucket: Bucket, weight: float, step: int) -> None:
-        """See `Aggregator.total`; the others weigh nothing."""
+        """Replace the bucket's part by the first rank's; the weights are ignored."""
         part = Phantom(bucket.size_bytes, flat.itemsize) if isinstance(flat, Phantom) else flat[bucket.span]
         await self._group.broadcast(part, bucket=bucket.number)
 

@@ -1,10 +1,10 @@
-"""A training run as one rank sees it: what it is given, and what it notes down.
+"""A training run on one rank: its inputs and its records.
 
-Strategies are `async def`s over a `Run`. Evaluation looks at the model from outside: it takes no virtual time, and its
-real time is taken off the first rank's, which evaluates. It does so on its device, so that it still answers the
-others; real ranks that wait for its part of the next step do not know why.
+Strategies are `async def`s over a `Run`. Evaluation takes no virtual time, and its real time is subtracted from
+that of the first rank, which evaluates. It runs on the rank's device, so that the rank still answers the
+others; real ranks that wait for its part of the next step do not know the reason.
 
-`StepMeter` says what a step comes to, in figures.
+`StepMeter` computes the figures of a step.
 """
 
 from __future__ import annotations
@@ -26,19 +26,18 @@ from hcsim.training.optimizer import scaled_lr, warmup
 from hcsim.training.task import Flat, Score, Task
 
 _LABELS = {"compute": "compute", "encode": "encode", "exchange": "wait"}
-"""The ledger's purposes, as the metrics call them: what is booked as exchange is time in which training stood still."""
+"""The ledger's purposes, by their names in the metrics: time in exchanges is time in which training stood still."""
 
 
 class Reached(Protocol):
-    """How far training had come after a step."""
+    """The progress of training after a step."""
 
     @property
     def time_s(self) -> float:
         """Since the start."""
 
     @property
-    def loss(self) -> float:
-        """On the last batch."""
+    def loss(self) -> float: ...
 
     @property
     def sent_bytes(self) -> int:
@@ -46,7 +45,7 @@ class Reached(Protocol):
 
 
 class StepMeter:
-    """Tells a host's metrics what each step took."""
+    """Reports the duration of each step to a host's metrics."""
 
     def __init__(self, host: Host, ledger: Ledger) -> None:
         metrics = host.metrics
@@ -63,13 +62,12 @@ class StepMeter:
         self._sent_before = 0
 
     def lap(self, time_s: float) -> dict[str, float]:
-        """Seconds by purpose since the step before."""
+        """Return the seconds by purpose since the last step."""
         now, before = self._now(time_s), self._before
         self._before = now
         return {purpose: now[purpose] - before[purpose] for purpose in now}
 
     def note(self, reached: Reached, spent_s: dict[str, float]) -> None:
-        """A step is done."""
         for purpose, series in self._seconds.items():
             series.observe(spent_s[purpose])
         # Not by its number: that goes on while this node is away, and back where training does.
@@ -87,7 +85,7 @@ _NO_WORK = Work(kernels=0)
 
 
 class Point(msgspec.Struct, frozen=True):
-    """How far training had come after a step."""
+    """The progress of training after a step."""
 
     step: int
     time_s: float
@@ -97,41 +95,41 @@ class Point(msgspec.Struct, frozen=True):
     sent_bytes: int
     """By this rank since the start, headers included."""
     score: Score | None = None
-    """On held-out data, where it was looked at."""
+    """On held-out data, if it was evaluated."""
     ranks: int = 1
-    """How many took part."""
+    """The number of ranks that took part."""
     spent_s: dict[str, float] = {}
-    """Of this step, by purpose: compute, encode, network (an operation was under way), wait (training stood still), and
-    whole. The first three overlap."""
+    """The seconds of this step, by purpose: compute, encode, network (an operation was in flight), wait
+    (training stood still), and whole. The first three overlap."""
 
 
 class Report(msgspec.Struct, frozen=True):
-    """What a run came to on one rank."""
+    """The results of a run on one rank."""
 
     rank: int
     steps: int
     duration_s: float
     sent_bytes: int
     spent_s: dict[str, float]
-    """Seconds by purpose, with the waiting for it: encoding waits for the device where the backward pass has it, and an
-    exchange for the slowest rank. Where a strategy lets them, they overlap."""
+    """Seconds by purpose, with the waiting for it: encoding waits while the backward pass has the device, and an
+    exchange waits for the straggler. Where a strategy allows it, they overlap."""
     points: tuple[Point, ...]
     sha256: str | None
-    """Of the final parameters; None for a task of shapes."""
+    """The digest of the final parameters; None for a task of shapes."""
 
 
 class Observer(Protocol):
-    """Somebody who looks on."""
+    """Receives the progress of a run."""
 
     def point(self, rank: int, point: Point) -> None:
-        """A rank has come this far."""
+        """Called after each step of a rank."""
 
     def finished(self, run: Run) -> None:
-        """A rank has come to the end."""
+        """Called when a rank has finished training."""
 
 
 class Update(msgspec.Struct, frozen=True):
-    """What is to be applied once the ranks agree that it counts."""
+    """An update to be applied once the ranks agree that it counts."""
 
     step: int
     apply: Callable[[], Awaitable[None]]
@@ -139,25 +137,26 @@ class Update(msgspec.Struct, frozen=True):
 
 
 class Commit:
-    """How the ranks of a run agree that a step counts. Those that were started together end together: what was
-    exchanged always counts. Members of a cluster vote."""
+    """How the ranks of a run agree that a step counts. This base class serves fixed ranks: every exchanged update
+    counts. Members of a cluster vote."""
 
     ends = False
-    """Whether these ranks go no further together."""
+    """Whether these ranks stop training together."""
 
     async def admit(self, gradients: Flat, bucket: Bucket) -> None:
-        """Our own part of the bucket is about to be exchanged. Compressors refuse what cannot be sent."""
+        """Called before this rank's part of the bucket is exchanged. With fixed ranks, compressors reject what
+        cannot be sent."""
 
     async def agreed(self, update: Update) -> bool:
-        """Whether all apply it. Otherwise nobody does, and the step is tried again."""
+        """Return whether all apply the update. Otherwise none does, and the step is retried."""
         return True
 
     async def applied(self) -> None:
-        """The update is applied here."""
+        """Called when the update has been applied on this rank."""
 
 
 class Run:
-    """Everything a strategy works with, on one rank."""
+    """The inputs and state of a strategy on one rank."""
 
     def __init__(
         self, group: Group, settings: Training, task: Task, learner: Learner, batches: Batches, compressor: Compressor
@@ -172,28 +171,27 @@ class Run:
         self.observer: Observer | None = None
         self.commit = Commit()
         self.step = 0
-        """So many are done."""
+        """Steps done."""
         self.pending: Update | None = None
-        """What was exchanged, and may already count elsewhere."""
+        """An update that was exchanged, and may already count on other ranks."""
         self.other_sent_bytes = 0
-        """What a strategy sends beside the group, over channels of its own, headers included."""
+        """Bytes that a strategy sends over channels outside the group, headers included."""
         self._start_s = group.host.clock.elapsed()
         self._sent_before = group.wire_bytes
         self._evaluating_s = 0.0
         self._meter = StepMeter(group.host, learner.ledger)
 
     def regroup(self, group: Group, batches: Batches, compressor: Compressor) -> None:
-        """Go on with other ranks."""
         self._sent_before = group.wire_bytes - self.sent_bytes + self.other_sent_bytes
         self.group, self.batches, self.compressor = group, batches, compressor
 
     def steps(self) -> Iterator[int]:
-        """The steps that are left, each as often as it takes."""
+        """Yield the remaining steps, each until it is done."""
         while self.step < self.settings.steps and not self.commit.ends:
             yield self.step
 
     async def settle(self, step: int, apply: Callable[[], Awaitable[None]], loss: float) -> None:
-        """What the step came to is exchanged: apply it, if all agree."""
+        """Apply the exchanged result of a step, if all ranks agree."""
         self.pending = Update(step, apply, loss)
         if await self.commit.agreed(self.pending):
             await self.carry_out(self.pending)
@@ -202,7 +200,7 @@ class Run:
             self.drop()
 
     async def carry_out(self, update: Update) -> None:
-        """The update counts."""
+        """Apply an update that counts."""
         self.compressor.commit(update.step)
         await update.apply()
         self.pending = None
@@ -210,29 +208,28 @@ class Run:
         await self.note(self.step, update.loss)
 
     def drop(self) -> None:
-        """What is pending, if anything is, does not count."""
         if self.pending is not None:
             self.compressor.abandon(self.pending.step)
             self.pending = None
 
     def lr(self, step: int) -> float:
-        """The learning rate of a step."""
         s = self.settings
         assert s.lr is not None
         return scaled_lr(s.lr, self.group.size, step, s.warmup) if s.scale_lr else s.lr * warmup(step, s.warmup)
 
     @cached_property
     def buckets(self) -> tuple[Bucket, ...]:
-        """What is exchanged together."""
+        """The units of exchange."""
         return self.learner.layout.buckets(self.settings.bucket_bytes)
 
     async def update(self, step: int, share: float = 1.0) -> None:
-        """Apply the gradients that are in place, with this share of the step's learning rate."""
+        """Apply the gradients in place, with this share of the step's learning rate."""
         await self.learner.clip(self.settings.clip)
         await self.learner.update(self.lr(step) * share)
 
     async def note(self, step: int, loss: float) -> None:
-        """Step number `step` (from 1) is done. The first rank evaluates now and then, and after the last one."""
+        """Record that step number `step` (from 1) is done. The first rank evaluates periodically, and after the last
+        step."""
         elapsed_s, sent_bytes = self.elapsed_s, self.sent_bytes
         due = step % self.settings.evaluate_every == 0 or step == self.settings.steps
         score = await self._evaluate() if due and self.group.rank == 0 else None
@@ -253,7 +250,6 @@ class Run:
         return self.group.wire_bytes - self._sent_before + self.other_sent_bytes
 
     def report(self) -> Report:
-        """What it came to."""
         last = self.points[-1] if self.points else None
         return Report(
             self.group.rank,

@@ -1,7 +1,7 @@
-"""A trained model as a file: safetensors, readable by everything that reads those.
+"""A trained model as a file in the safetensors format.
 
 The file has each tensor under its own name, and in its metadata the task, the digest of the parameters and
-what is known of the run. It is written whole or not at all.
+information about the run. It is written atomically.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class Saved(msgspec.Struct, frozen=True):
     task: Task
     parameters: npt.NDArray[np.float32]
     about: Mapping[str, str]
-    """What the file says of itself."""
+    """The metadata of the file."""
 
 
 def save_model(path: Path, of: Task, parameters: npt.NDArray[np.float32], about: Mapping[str, str]) -> None:
-    """Write the parameters to a file; an older one at this place is replaced once the new one is complete."""
+    """Write the parameters to a file; an older file is replaced once the new one is complete."""
     layout = Layout.of([block.shapes for block in of.blocks])
     tensors = {tensor.name: np.array(tensor.view(parameters)) for tensor in layout.tensors}
     metadata = {"format": _FORMAT, "task": of.name, "sha256": str(digest(parameters)), **about}
@@ -46,7 +46,7 @@ def save_model(path: Path, of: Task, parameters: npt.NDArray[np.float32], about:
 
 
 def load_model(path: Path) -> Saved:
-    """Read a model, and check that it is what was saved."""
+    """Read a model, and verify its digest."""
     try:
         path.open("rb").close()  # of whatever it cannot open safetensors says that it is not there
     except OSError as error:

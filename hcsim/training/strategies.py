@@ -1,4 +1,4 @@
-"""The strategies by name, what they are made of, and what of the settings they refuse."""
+"""The strategies by name, their components, and the checks of their settings."""
 
 from __future__ import annotations
 
@@ -28,25 +28,23 @@ Every: TypeAlias = Annotated[int, Meta(ge=1)]
 
 
 class FixedRanks(Protocol):
-    """A strategy for ranks that never change: a struct whose fields are what a spec sets ("gossip:0.4")."""
+    """A strategy for ranks that never change: a struct whose fields a spec sets ("gossip:0.4")."""
 
     async def train(self, run: Run) -> None:
         """Train this rank's part of the run, from the first step to the last."""
 
 
 class Strategy(Protocol):
-    """How ranks train together, fixed ones and those of a cluster: a struct whose fields are what a spec sets
+    """How ranks train together, both fixed ranks and the members of a cluster: a struct whose fields a spec sets
     ("diloco:16,lr=0.5")."""
 
-    def open(self, settings: Training, learner: Learner) -> Recoverable:
-        """The strategy at work on this rank's model."""
+    def open(self, settings: Training, learner: Learner) -> Recoverable: ...
 
 
 class SingleMachine(Struct, frozen=True):
     """One machine alone, with the batches of all."""
 
     def open(self, settings: Training, learner: Learner) -> Recoverable:
-        """The first rank computes."""
         return OneComputes(learner)
 
 
@@ -54,15 +52,13 @@ class DataParallel(Struct, frozen=True):
     """All ranks average their gradients in every step."""
 
     def open(self, settings: Training, learner: Learner) -> Recoverable:
-        """All ranks hold replicas."""
         return Replicated(learner, one_level)
 
 
 class HierarchicalParallel(Struct, frozen=True):
-    """The same, first within each home, then between homes; what goes between homes is compressed."""
+    """As data parallelism, first within each home, then between homes; exchanges between homes are compressed."""
 
     def open(self, settings: Training, learner: Learner) -> Recoverable:
-        """All ranks hold replicas."""
         return InHomes(learner, hierarchical)
 
 
@@ -72,7 +68,7 @@ class LocalSgd(Struct, frozen=True):
     every: Every = 8
 
     def open(self, settings: Training, learner: Learner) -> Recoverable:
-        """The average itself is the next anchor."""
+        """Return local SGD: the average itself is the next anchor."""
         return Periodic(learner, one_level, self.every, optimizer(settings), Sgd(lr=1.0))
 
 
@@ -84,7 +80,7 @@ class DiLoCo(Struct, frozen=True):
     momentum: Annotated[float, Meta(gt=0, lt=1)] = 0.9
 
     def open(self, settings: Training, learner: Learner) -> Recoverable:
-        """The outer optimizer makes the next anchor."""
+        """Return DiLoCo: the outer optimizer makes the next anchor."""
         outer = Sgd(lr=self.lr, momentum=self.momentum, nesterov=True)
         return Periodic(learner, one_level, self.every, optimizer(settings), outer)
 
@@ -93,7 +89,6 @@ class ParameterServer(Policy, frozen=True, kw_only=True):
     """A server on the first rank's machine keeps the model; workers pull it and push gradients."""
 
     async def train(self, run: Run) -> None:
-        """Train with fixed ranks."""
         await serve_and_work(run, self)
 
 
@@ -110,22 +105,21 @@ STRATEGIES: Registry[type[Struct]] = Registry(
         "parameter_server": ParameterServer,
     },
 )
-"""Each is a `Strategy`, or one for `FixedRanks`; a cluster has a parameter server of its own."""
+"""Each is a `Strategy` or a `FixedRanks`; a cluster has its own implementation of the parameter server."""
 
 
 def strategy(spec: str) -> Strategy | FixedRanks:
-    """The strategy that a text such as "diloco:16" names."""
+    """Return the strategy for a spec such as "diloco:16"."""
     return cast("Strategy | FixedRanks", read_spec(spec, STRATEGIES, "strategy"))
 
 
 def opened(settings: Training, learner: Learner) -> Recoverable | FixedRanks:
-    """The strategy of completed settings, at work on this rank's model."""
     chosen = strategy(settings.strategy)
     return chosen.open(settings, learner) if hasattr(chosen, "open") else chosen
 
 
 def recoverable(settings: Training, learner: Learner) -> Recoverable:
-    """The same, for a cluster whose members change."""
+    """Return the strategy of completed settings, for a cluster whose members change."""
     chosen = strategy(settings.strategy)
     if not hasattr(chosen, "open"):
         raise ConfigError(_FIXED_RANKS.format(settings.strategy))
@@ -133,14 +127,14 @@ def recoverable(settings: Training, learner: Learner) -> Recoverable:
 
 
 def check_elastic(settings: Training) -> None:
-    """Refuse, before anything is started, what cannot go on with other members."""
+    """Reject, before anything is started, settings that cannot go on with other members."""
     chosen = strategy(settings.strategy)
     if not (hasattr(chosen, "open") or isinstance(chosen, ParameterServer)):
         raise ConfigError(_FIXED_RANKS.format(settings.strategy))
 
 
 def check_training(settings: Training, ranks: int, homes: int) -> None:
-    """Refuse, before anything is started, what cannot be trained."""
+    """Reject, before anything is started, settings that cannot be trained."""
     chosen = strategy(settings.strategy)
     if homes < 2 and (isinstance(chosen, HierarchicalParallel) or settings.algorithm == "hierarchical"):
         raise ConfigError("hierarchical goes over several homes, and here is only one")
@@ -155,7 +149,7 @@ def check_training(settings: Training, ranks: int, homes: int) -> None:
 
 
 def completed(settings: Training, what: Task, ranks: int) -> Training:
-    """With the task's own figures where none are given; refuses what does not go together."""
+    """Fill in missing settings from the task's defaults; reject settings that do not fit together."""
     usual = what.defaults
     if settings.optimizer == "adamw" and settings.momentum is not None:
         raise ConfigError(f"momentum = {settings.momentum}: adamw has its own two, which are fixed")
@@ -171,7 +165,6 @@ def completed(settings: Training, what: Task, ranks: int) -> Training:
 
 
 def optimizer(settings: Training) -> Optimizer:
-    """The one that completed settings ask for."""
     assert settings.lr is not None
     assert settings.momentum is not None
     if settings.optimizer == "adamw":
@@ -180,12 +173,12 @@ def optimizer(settings: Training) -> Optimizer:
 
 
 def one_level(run: Run) -> Aggregator:
-    """All with all, by the algorithm of the settings."""
+    """Return an aggregator over all ranks, with the algorithm of the settings."""
     return OneLevel(run.group, run.learner.ledger, run.compressor, run.settings.algorithm)
 
 
 def hierarchical(run: Run) -> Aggregator:
-    """First within each home."""
+    """Return an aggregator that sums within each home first."""
     group = run.group
     homes = group.options.groups
     if sum(map(len, homes)) != group.size:

@@ -1,10 +1,10 @@
-"""One member's part in a training, and how it goes with ranks that never change.
+"""One member's part in a training, and training with fixed ranks.
 
-A `Trainer` goes from view to view: it enters each with the ranks and the batches that it has there, and trains on. For
-ranks that were started together there is one view, which lasts to the end, so they neither vote nor hand anything over;
-`hcsim.training.elastic` has members that do, and follows a cluster's views.
+A `Trainer` goes from view to view: it enters each with its ranks and batches there, and trains on. Fixed ranks
+have one view, which lasts to the end, so they neither vote nor hand over state. `hcsim.training.elastic` has
+members that do, and follow a cluster's views.
 
-All must be about to do the same; those that are not say so, by name, before anything is done.
+All ranks must have the same settings and task. Ranks that differ are reported by name before training starts.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from hcsim.training.tasks import task
 
 
 class Trainer:
-    """What a member trains, and with what, whichever view it is in."""
+    """The settings, task and model of a member, in any view."""
 
     def __init__(self, host: Host, settings: Training, seed: int, what: Task | None, ranks: int) -> None:
-        """`what` is a task of one's own; without it, the settings name one."""
+        """`what` is a user-defined task; without it, the settings name one."""
         self.host = host
         self.seed = seed
         self.task = what or task(settings.task)
@@ -42,27 +42,25 @@ class Trainer:
         self._run: Run | None = None
 
     def intent(self, measure: str = "") -> Intent:
-        """What must be the same for all."""
+        """Return the settings that must be the same on all ranks."""
         return Intent(self.settings, self.seed, self.task.fingerprint, measure)
 
     @cached_property
     def learner(self) -> Learner:
-        """With the model."""
         return Learner(self.host, self.task, optimizer(self.settings), self.seed)
 
     @property
     def has_begun(self) -> bool:
-        """Whether there has been a view."""
         return self._run is not None
 
     @property
     def run(self) -> Run:
-        """From the first view on."""
+        """Set from the first view on."""
         assert self._run is not None
         return self._run
 
     def enter(self, group: Group, batches: Batches, compressor: Compressor) -> Run:
-        """A view is here: go on with its ranks."""
+        """Begin a view with its ranks."""
         if self._run is None:
             self._run = Run(group, self.settings, self.task, self.learner, batches, compressor)
         else:
@@ -73,9 +71,9 @@ class Trainer:
 async def train(
     group: Group, settings: Training, seed: int, observer: Observer | None = None, what: Task | None = None
 ) -> Report:
-    """Train this rank's part, and say what came of it. All ranks give the same settings and seed.
+    """Train this rank's part, and return its report. All ranks must give the same settings and seed.
 
-    `what` is a task of one's own; without it, the settings name one."""
+    `what` is a user-defined task; without it, the settings name one."""
     us = Trainer(group.host, settings, seed, what, group.size)
     await agree(group, us.intent())
     method = opened(us.settings, us.learner)
@@ -94,18 +92,18 @@ def _batch_sizes(settings: Training, ranks: int) -> Sequence[int]:
 
 
 class Intent(msgspec.Struct, frozen=True):
-    """What a rank is about to do."""
+    """The inputs of a rank's training, compared before it starts."""
 
     settings: Training
     seed: int
     model: str
-    """Fingerprint of the task's data and shapes."""
+    """The fingerprint of the task's data and shapes."""
     measure: str = ""
-    """What the collectives' choices depend on beside these."""
+    """What the collectives' choices depend on, beside the settings."""
 
 
 async def agree(group: Group, ours: msgspec.Struct) -> None:
-    """Return if all ranks intend the same; otherwise it is a `ConfigError` on all of them."""
+    """Return if all ranks have the same intent; otherwise raise `ConfigError` on all of them."""
     text = np.frombuffer(msgspec.json.encode(ours, enc_hook=float), np.uint8)
     lengths = [int(array_of(length)[0]) for length in await group.all_gather(np.array([text.size]))]
     texts = [array_of(each).tobytes() for each in await group.all_gather(text, lengths)]
@@ -119,7 +117,7 @@ async def agree(group: Group, ours: msgspec.Struct) -> None:
 
 
 def difference(one: bytes, other: bytes, here: str, there: str) -> str:
-    """Between what two of them are about to do, with the names of both; raises one of `UNDECODABLE`."""
+    """Describe the differences between two encoded intents, by name; raise one of `UNDECODABLE` if they are invalid."""
     first, second = (_flat(msgspec.json.decode(text, type=dict[str, object])) for text in (one, other))
     unlike = [name for name in first if first[name] != second.get(name)]
     return ", ".join(f"{name} is {first[name]} on {here} and {second.get(name)} on {there}" for name in unlike)

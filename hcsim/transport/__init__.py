@@ -1,1 +1,1 @@
-"""Messages over channels."""
+"""The transport layer: messages over channels."""

@@ -1,15 +1,17 @@
-"""Admission: a host whose channels all lead to proven members of our cluster.
+"""Admission: a host whose channels all lead to authenticated members of the cluster.
 
-`AdmittedHost` wraps any host. Its `connect` and `listen` run the handshake (see `identity.handshake`) on
-each new channel before anybody else sees it, and the channel then says who is at the other end. Nothing that comes
-after costs more than before: the wrapped channel's methods are the channel's own.
+`AdmittedHost` wraps any host. Its `connect` and `listen` run the handshake (see `identity.handshake`) on each
+new channel before they return it; the channel then has the peer's identity. There is no further cost: the
+methods are those of the wrapped channel.
 
-What a stranger may take from us before it has proved anything is bounded: small messages, a few seconds, a
-number of half-open callers in all and from one source, and less and less after failures. A source is what is
-known about the caller at that point: the identity that TLS has proved, or else its address. Who claims to be a
-node that was admitted before does not have to wait for others' failures, and is heard beside those of its source who
-stand at the door and say nothing, so a few strangers on its machine do not lock it out: it must prove that node's key
-first, which nobody guesses, and learns nothing about the secret until then.
+The resources of an unauthenticated caller are bounded: small messages, a few seconds, a number of half-open
+callers in all and per source, and growing delays after failures. A source is the identity that TLS has proved,
+or else the address.
+
+A caller that claims to be a node that was admitted before is neither delayed by the failures of its source nor
+rejected because of its silent half-open callers (up to a limit). So strangers on a node's machine do not lock
+it out. This is safe, because the caller first has to prove that node's key, which cannot be guessed, and learns
+nothing about the secret until then.
 """
 
 from __future__ import annotations
@@ -48,37 +50,37 @@ from hcsim.transport.callers import Callers, Throttle
 ADMISSION_TIMEOUT_S = 5.0
 MAX_HALF_OPEN_PER_SOURCE = 16
 CROWDED_S = 0.5
-"""How long a caller beyond those has to say who it claims to be, if not too many of them do."""
+"""How long a caller beyond `MAX_HALF_OPEN_PER_SOURCE` has to send its hello; at twice that number it is rejected."""
 MAX_CLAIMS = 4
-"""Half-open callers who claim to be one node that was admitted before."""
+"""The number of half-open callers that may claim to be the same node, one that was admitted before."""
 FIRST_LIMIT_BYTES = 64 * 1024
-"""What a member may send before somebody raises the limit."""
+"""The initial frame limit of an admitted member."""
 _REFUSAL_TIMEOUT_S = 0.25
 _FIRST_RETRY_S = 0.05
 _SLOWEST_RETRY_S = 1.0
 _NOT_NOW = (Reason.TOO_MANY_FAILURES.name, Reason.TOO_MANY_CALLERS.name)
-"""Refusals after which one may call again."""
+"""Refusals after which a caller may try again."""
 _NO_GUESSES = (Reason.COPIED_IDENTITY, Reason.TOO_MANY_FAILURES, Reason.TOO_MANY_CALLERS, Reason.WE_ARE_UNLISTED)
-"""Refusals that nobody has to wait for."""
+"""Refusals that do not count as failures of the source."""
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """How one handshake ended, for logs."""
+    """The outcome of a handshake, for logs."""
 
     peer: str
     text: str
     node: str = ""
-    """The node that was admitted; empty when nobody was."""
+    """The admitted node; empty if none was admitted."""
     boot: int = 0
     reason: Reason | None = None
-    """Why nobody was admitted; None when somebody was, or the connection just broke."""
+    """The reason of a refusal; None if a node was admitted or the connection broke."""
 
 
 Observer: TypeAlias = Callable[[Verdict], None]
 
 
 class AdmittedChannel:
-    """A channel to a member. Its methods are the inner channel's own, so that a frame costs nothing extra."""
+    """A channel to a member. Its methods are those of the inner channel, so frames have no extra cost."""
 
     __slots__ = (
         "_inner", "_on_close", "binding", "carrier", "ends", "identity", "limit", "outlet", "peer", "pump", "recv",
@@ -103,13 +105,12 @@ class AdmittedChannel:
         return f"<{self._inner!r} to node {self.identity}>"
 
     async def close(self) -> None:
-        """See `Channel.close`."""
         self._on_close(self)
         await self._inner.close()
 
 
 class AdmittedHost:
-    """The host that it wraps, but for `connect` and `listen`."""
+    """A host that authenticates peers in `connect` and `listen`, and otherwise behaves as the one that it wraps."""
 
     def __init__(self, host: Host, credentials: Credentials, observer: Observer | None = None) -> None:
         self._host = host
@@ -125,23 +126,20 @@ class AdmittedHost:
 
     @property
     def lan(self) -> Lan:
-        """The inner host's, which may be made when somebody asks for it."""
+        """The wrapped host's, which may be created at the first use."""
         return self._host.lan
 
     @property
     def store(self) -> Store:
-        """The inner host's."""
         return self._host.store
 
     async def listen(self, address: str) -> AdmittedListener:
-        """Accept members at `host:port`."""
         return AdmittedListener(self._host, await self._host.listen(address), self._doorkeeper)
 
     async def connect(self, address: str, *, timeout_s: float = CONNECT_TIMEOUT_S) -> AdmittedChannel:
         """Open a channel to a member; see `Host.connect`.
 
-        Raises `AdmissionRefused` when we and whoever listens there are not of one cluster.
-        """
+        Raises `AdmissionRefused` if the peer is not a member of the same cluster."""
         clock = self._host.clock
         started_s = clock.elapsed()
         draw = self._host.rng("admission", address)
@@ -175,7 +173,7 @@ class AdmittedHost:
 
 
 class AdmittedListener:
-    """Hands out members; who is not one never gets that far."""
+    """Accepts channels of authenticated members."""
 
     def __init__(self, host: Host, inner: Listener, doorkeeper: _Doorkeeper) -> None:
         self._host = host
@@ -188,11 +186,10 @@ class AdmittedListener:
 
     @property
     def address(self) -> str:
-        """`host:port`, with the port that was really taken."""
+        """`host:port`, with the actual port."""
         return self._inner.address
 
     async def accept(self) -> AdmittedChannel:
-        """The next member's channel."""
         channel = await self._admitted.get()
         if channel is None:
             self._admitted.put_nowait(None)  # for the next who asks
@@ -200,7 +197,7 @@ class AdmittedListener:
         return channel
 
     async def close(self) -> None:
-        """Accept no more; who was not accepted yet is let go."""
+        """Stop listening and close the channels that have not been accepted."""
         self._serving.cancel()
         await asyncio.gather(self._serving, return_exceptions=True)
         await self._inner.close()
@@ -237,7 +234,7 @@ class AdmittedListener:
 
 
 class _Doorkeeper:
-    """Runs handshakes, remembers failures, and says how each ended."""
+    """Runs handshakes, counts failures by source, and reports each outcome."""
 
     def __init__(self, host: Host, credentials: Credentials, observer: Observer | None) -> None:
         self._host = host
@@ -252,7 +249,7 @@ class _Doorkeeper:
             credentials.trusted.on_change.append(self._hang_up_on_others)
 
     def _hang_up_on_others(self) -> None:
-        """End the channels to those that are members no more."""
+        """Close the channels to nodes that are no longer members."""
         assert self._us.trusted is not None
         members = self._us.trusted.list.members
         for channel in [each for each in self._open if each.identity not in members]:
@@ -260,7 +257,7 @@ class _Doorkeeper:
             self._host.spawn(channel.close(), name=f"hang up on {channel.identity}")
 
     async def call(self, channel: Channel) -> AdmittedChannel:
-        """As the one who dialled; the channel is closed if this fails."""
+        """Run the dialling side's handshake; the channel is closed on failure."""
         handshake = Handshake(Role.CALLER, self._us, channel.binding)
         try:
             channel.limit(MAX_MESSAGE_BYTES)
@@ -272,7 +269,7 @@ class _Doorkeeper:
             raise
 
     async def answer(self, channel: Channel) -> AdmittedChannel:
-        """As the one who was called; the channel is closed if this fails."""
+        """Run the listening side's handshake; the channel is closed on failure."""
         source = channel.identity or _host_of(channel.peer)
         handshake = Handshake(Role.LISTENER, self._us, channel.binding)
         before = _come(self._half_open, source)
@@ -291,7 +288,9 @@ class _Doorkeeper:
             _go(self._half_open, channel.identity or _host_of(channel.peer))
 
     async def _examine(self, handshake: Handshake, channel: Channel, source: str, crowded: bool) -> str:
-        """Run the handshake, unless its source has to wait; returns what a failure counts against, if anything."""
+        """Run the handshake unless its source is throttled. Return the source that a failure counts against, or an
+        empty
+        string."""
         clock, known = self._host.clock, ""
         try:
             async with clock.timeout(ADMISSION_TIMEOUT_S):
@@ -331,7 +330,7 @@ class _Doorkeeper:
                 await _say(channel, handshake.refuse(reason))
 
     def _conclude(self, handshake: Handshake, channel: Channel, source: str = "") -> AdmittedChannel:
-        """The member's channel, or an error that says why there is none; either is reported."""
+        """Report the outcome; return the member's channel or raise `AdmissionRefused`."""
         theirs, peer, trusted = handshake.theirs, channel.peer, self._us.trusted
         if trusted is not None and theirs is not None:
             if handshake.state is State.ADMITTED and theirs.node_id not in trusted.list.members:
@@ -364,12 +363,12 @@ class _Doorkeeper:
 
 
 def _host_of(peer: str) -> str:
-    """Without the port, which every connection has another of."""
+    """Return the address without the port, which differs between connections."""
     return peer.rpartition(":")[0] or peer
 
 
 def _come(counts: dict[str, int], who: str) -> int:
-    """One more; how many there were before."""
+    """Increment the count and return its previous value."""
     before = counts.get(who, 0)
     counts[who] = before + 1
     return before

@@ -25,18 +25,19 @@ FIRST_WAIT_S = 0.5
 LONGEST_WAIT_S = 60.0
 FORGIVEN_AFTER_S = 300.0
 MAX_SOURCES = 4096
-"""A stranger with many addresses must not fill our memory: beyond this the source that failed longest ago goes."""
+"""Bounds the memory against a stranger with many addresses; beyond it the source with the oldest failure is
+dropped."""
 
 
 class Throttle:
-    """Counts failures by source. It has no clock: `now_s` comes with every call."""
+    """Counts failures by source. It has no clock; the caller passes `now_s`."""
 
     def __init__(self) -> None:
         self._failures: dict[str, tuple[int, float]] = {}
-        """How many, and when the last one was; the order is that of the last failures."""
+        """The count and the time of the last failure by source, in the order of the last failures."""
 
     def wait_s(self, source: str, now_s: float) -> float:
-        """How long the source still has to wait; nothing, for most."""
+        """Return how long the source still has to wait, usually 0."""
         count, last_s = self._failures.get(source, (0, now_s))
         if count <= FREE_FAILURES or now_s - last_s > FORGIVEN_AFTER_S:
             return 0.0
@@ -44,7 +45,6 @@ class Throttle:
         return max(0.0, last_s + wait_s - now_s)
 
     def failed(self, source: str, now_s: float) -> None:
-        """An attempt from there has failed."""
         count, last_s = self._failures.pop(source, (0, now_s))
         if now_s - last_s > FORGIVEN_AFTER_S:
             count = 0
@@ -53,46 +53,45 @@ class Throttle:
             del self._failures[next(iter(self._failures))]
 
     def succeeded(self, source: str) -> None:
-        """Somebody from there is a member after all."""
+        """Forget the failures of the source, which has proved to be a member."""
         self._failures.pop(source, None)
 
 
 LONGEST_LINE = 1000
-"""Of what a person is told of others."""
+"""The length limit of a line of peers' text that is shown to the user."""
 _LONGEST = 300
-"""Of what a person is told of a stranger."""
+"""The length limit of a line of an unauthenticated caller's text."""
 
 
 def plain(text: str) -> str:
-    """What a peer says, for people: a terminal would obey some of what cannot be printed."""
+    """Replace the unprintable characters of a peer's text, since a terminal would interpret some of them."""
     return "".join(letter if letter.isprintable() or letter == "\n" else "?" for letter in text)
 
 
 def one_line(text: str, longest: int = LONGEST_LINE) -> str:
-    """The same in one line of bounded length: part of it may be a member's or a stranger's own words."""
+    """Return the text printable, in one line of bounded length; parts of it may come from a peer."""
     text = plain(text[: longest + 1]).replace("\n", " ")
     return text if len(text) <= longest else text[:longest] + "…"
 
 
 class Refusals:
-    """Keeps the last one, and passes each on."""
+    """Keeps the last refusal of a caller, and passes each on."""
 
     def __init__(self, tell: Callable[[str], None] = lambda what: None) -> None:
         self._tell = tell
         self._last = ""
 
     def __call__(self, why: str) -> None:
-        """A caller was turned away."""
         self._last = f"a caller was refused: {one_line(why, _LONGEST)}"
         self._tell(self._last)
 
     @property
     def hint(self) -> str:
-        """What an error about somebody who did not call ends with."""
+        """The last refusal, as the end of an error message about a peer that did not connect."""
         return f"; {self._last}" if self._last else ""
 
     def forget(self) -> None:
-        """What comes next has nothing to do with those so far."""
+        """Forget the last refusal, which is unrelated to later errors."""
         self._last = ""
 
 
@@ -100,16 +99,18 @@ MAX_STRANGERS = 64
 
 
 class Callers:
-    """Accepts channels while there is room for strangers; where nobody has more than one place, further ones wait."""
+    """Accepts channels while there is room for unauthenticated callers; further ones wait if no source has more than
+    one."""
 
     def __init__(self, host: Host) -> None:
         self._host = host
         self._strangers: dict[Channel, str] = {}
-        """Channels that were accepted and are not known yet, the oldest first, with their sources."""
+        """The sources of accepted channels that are still unauthenticated, oldest first."""
         self._news = News()
 
     async def accept(self, listener: Listener, greet: Callable[[Channel, int], object]) -> None:
-        """Have each caller greeted, with its number. Whoever greets says `known` when it is no stranger any more."""
+        """Accept channels and call `greet` with each and its number. `known` has to be called when the caller is
+        authenticated or rejected."""
         number = 0
         while True:
             channel = await listener.accept()
@@ -122,12 +123,12 @@ class Callers:
                 await self._news.next()
 
     def known(self, channel: Channel) -> None:
-        """A caller has been let in or turned away: there is room for the next."""
+        """Make room for the next caller: this one has been accepted or rejected."""
         if self._strangers.pop(channel, None) is not None:
             self._news.tell()
 
     async def close(self) -> None:
-        """Hang up on those who are still strangers: the task that was to greet one may never have begun."""
+        """Close the channels of unauthenticated callers, whose tasks may never have started."""
         for channel in tuple(self._strangers):
             self.known(channel)
             await channel.close()
@@ -143,7 +144,7 @@ class Callers:
 
 
 def source_of(channel: Channel) -> str:
-    """What is known of a caller before it has said anything."""
+    """Return the source of a caller before its first message."""
     return channel.identity or channel.peer.rpartition(":")[0] or channel.peer
 
 

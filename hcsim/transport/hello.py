@@ -1,4 +1,4 @@
-"""Hellos: the first frame in each direction of a channel, by which two members of a group make sure of each other."""
+"""Hellos: the first frame in each direction of a channel, with which two members of a group check each other."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from hcsim.transport.callers import Refusals
 HELLO_LIMIT_BYTES = 4096
 HELLO_TIMEOUT_S = 5.0
 MOST_EPOCHS = 1 << 32
-"""As many as a frame's header has room for."""
+"""The range of the epoch field in a frame's header."""
 MAX_FRAME_BYTES = 16 * 2**20
 
 
 class Wire(msgspec.Struct, frozen=True, kw_only=True):
-    """How messages travel. All members must agree on it."""
+    """How messages are sent within a group. All members must agree on it."""
 
     stripes: int = 1
     """Connections per peer; more can help on fast links with long round trips."""
     segment_bytes: int = 8 * 2**20
-    """Large messages travel in pieces of this size: smaller overlaps better, larger costs less."""
+    """The segment size of large messages: smaller segments overlap better, larger ones cost less."""
     connect_timeout_s: float = 30.0
-    """How long the peers of an operation have, from its beginning on, to be reached or to call."""
+    """The time limit for connecting to the peers of an operation, from its beginning on."""
 
     def __post_init__(self) -> None:
         if self.stripes < 1 or not 0 < self.segment_bytes <= MAX_FRAME_BYTES or self.connect_timeout_s <= 0:
@@ -36,31 +36,30 @@ class Wire(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Membership(msgspec.Struct, frozen=True):
-    """Which group this is, and who we are in it. All members must agree on all but `rank` and `refusals`."""
+    """A group and the rank of this member in it. All members must agree on all fields but `rank` and `refusals`."""
 
     rank: int
     addresses: tuple[str, ...]
-    """Where each rank listens."""
+    """The listening address of each rank."""
     name: str = "hcsim"
     epoch: int = 0
     wire: Wire = Wire()
     identities: tuple[str, ...] = ()
-    """Which node each rank is; a rank then has to be that node. Empty: a rank is whoever says so."""
+    """The node id of each rank, which its channel has to prove. Empty: ranks are not authenticated."""
     refusals: Refusals | None = None
-    """Hears who was not let in, from us and from our host, where that is to be told."""
+    """Receives the refusals of callers by this group and its host, if given."""
 
     @property
     def world(self) -> int:
-        """How many ranks there are."""
         return len(self.addresses)
 
     def is_impostor(self, rank: int, channel: Channel) -> bool:
-        """Whether who is at the other end is not the node that this rank should be."""
+        """Return whether the peer is not the node that this rank should be."""
         return bool(self.identities) and channel.identity != self.identities[rank]
 
 
 class Hello(msgspec.Struct, frozen=True):
-    """Which group a member means, and which of its ranks it is."""
+    """The group that a member belongs to, and its rank and stripe."""
 
     name: str
     epoch: Annotated[int, msgspec.Meta(ge=0, lt=MOST_EPOCHS)]
@@ -75,12 +74,11 @@ _DECODER = msgspec.msgpack.Decoder(Hello)
 
 
 def hello_of(us: Membership, rank: int, stripe: int) -> Hello:
-    """What a rank of our group says on one of its connections."""
     return Hello(us.name, us.epoch, us.world, us.wire.segment_bytes, us.wire.stripes, rank, stripe)
 
 
 def objection(us: Membership, theirs: Hello, channel: Channel) -> str:
-    """Why we cannot have them, if we cannot."""
+    """Return the reason to reject a hello, or an empty string."""
     ours = hello_of(us, theirs.rank, theirs.stripe)
     for what in ("name", "epoch", "world", "segment_bytes", "stripes"):
         if getattr(ours, what) != getattr(theirs, what):
@@ -93,28 +91,27 @@ def objection(us: Membership, theirs: Hello, channel: Channel) -> str:
 
 
 def decode_hello(data: bytes, peer: str) -> Hello:
-    """What a stranger has sent for a hello."""
+    """Decode the hello of an untrusted peer."""
     return decode_message(_DECODER, data, peer, "sent a hello that cannot be read")
 
 
 async def say_hello(channel: Channel, us: Membership, stripe: int = 0) -> None:
-    """Introduce ourselves."""
     await say(channel, Kind.HELLO, us, msgspec.msgpack.encode(hello_of(us, us.rank, stripe)))
 
 
 async def say(channel: Channel, kind: Kind, us: Membership, data: bytes, culprit: int | None = None) -> None:
-    """Send a frame that belongs to no operation; an ABORT may name the rank that is the reason."""
+    """Send a frame that belongs to no operation; an ABORT may name the rank that caused it."""
     step = culprit + 1 if culprit is not None and 0 <= culprit < us.world else 0
     await channel.send(Header(len(data), kind, sender=us.rank, epoch=us.epoch, step=step), memoryview(data))
 
 
 def culprit_in(header: Header, world: int) -> int | None:
-    """The rank that an ABORT names, if there is such a rank."""
+    """Return the rank that an ABORT names, or None if there is none."""
     return header.step - 1 if 0 < header.step <= world else None
 
 
 async def hear(channel: Channel) -> tuple[Kind, bytes]:
-    """Receive one."""
+    """Receive a frame; return its kind and its payload."""
     header, payload = await channel.recv(lambda header: None)
     if isinstance(payload, Phantom):
         raise RemoteProtocolError(f"{channel.peer} sent a greeting without content", channel.peer)

@@ -1,13 +1,13 @@
-"""A link: all messages between us and one peer, told apart by their tags.
+"""A link: all messages between this rank and one peer, identified by tags.
 
-Whoever expects a message posts where it goes. One pump per channel reads frames and puts each
-payload straight into its posted place. A frame that nobody has posted for yet stays with the system,
-and the peer feels it as back-pressure, unless somebody waits for one behind it, or for a link to another peer: then it
-is taken in and kept. Whoever cannot say yet where a message goes, because it may take another one instead, looks out
-for it, and is told when it shows. The tag is (group, operation, bucket, step, offset), so messages of operations that
-are in flight together cannot take each other's places, in whatever order they come.
+A receiver posts the destination of a message under its tag. One pump per channel reads frames and puts each
+payload directly into its posted destination. A frame without a posted destination stays in the channel, and the
+peer sees back-pressure. The exception: if an operation waits for a frame behind it, or for a link to another
+peer, the frame is received early and kept. A receiver that cannot post yet, because it may take another message
+instead, looks out for a tag, and is called when it appears. The tag is (group, operation, bucket, step,
+offset), so messages of concurrent operations cannot be confused, in whatever order they come.
 
-A link fails as a whole. Whoever waits on it gets the error, and so does everyone who asks later.
+A link fails as a whole: all waiting and later receivers get its error.
 """
 
 from __future__ import annotations
@@ -30,30 +30,30 @@ Tag: TypeAlias = tuple[int, int, int, int, int]
 """(group, operation, bucket, step, offset)"""
 
 EARLY_MOST_BYTES = 4 * 2**30
-"""How much may come before somebody asks for it; a peer that sends more is wrong."""
+"""The limit on bytes received early; a peer that sends more violates the protocol."""
 EARLY_FRAME_BYTES = 1024
-"""What keeping a frame takes besides its payload: one that has none fills memory, too."""
+"""The memory of an early frame besides its payload; it counts for empty frames, too."""
 
 SPARE = 1
-"""Buffers of early segments, of all links together, that are kept: fresh memory costs more than the copy."""
+"""The number of buffers of early segments kept for reuse by all links: fresh memory costs more than the copy."""
 WORTH_KEEPING_BYTES = 64 * 1024
 _OF_OTHER_TIMES = (Kind.HELLO, Kind.LATER, Kind.CONTROL)
-"""What is said before there is a link, or where there is none."""
+"""Kinds of frames that are only valid where there is no link yet."""
 _DATA = Kind.DATA  # an enum's member takes long to look up, and every frame asks
 
 
 class Receipt(msgspec.Struct, frozen=True):
-    """Somebody waits for one segment."""
+    """A pending receive of one segment."""
 
     arrived: asyncio.Future[Payload]
     into: memoryview | None
     fold: Fold | None
-    """How it may be added on its way in."""
+    """How to reduce the segment on receive."""
     signature: int
     total: int
 
     def fits(self, header: Header) -> bool:
-        """Whether that is what is waited for."""
+        """Return whether the header is that of the expected segment."""
         return (
             header.signature == self.signature
             and header.total == self.total
@@ -78,8 +78,8 @@ class Link:
         self.on_abort: Callable[[Header, str], None] | None = None
         self.on_failure: Callable[[Link, HcsimError], None] | None = None
         self.on_stray: Callable[[Link, Header], None] | None = None
-        """Called with a frame that finds no place, that finds another operation's, or that needs none; may fail the
-        link."""
+        """Called with each frame that has no posted destination, belongs to another operation, or needs no destination;
+        may fail the link."""
         self.sent_bytes = 0
         self.sent_frames = 0
         self.received_bytes = 0
@@ -96,10 +96,10 @@ class Link:
         self._wanted: asyncio.Future[None] | None = None
         self._attentive = False
         self._belts: dict[asyncio.Future[None], tuple[int, int, int]] = {}
-        """What is passed on as it comes, and for which operation: (group, operation, bucket)."""
+        """The running belts, with the operation of each: (group, operation, bucket)."""
         self._error: HcsimError | None = None
         self.leaving = False
-        """The peer said goodbye."""
+        """Whether the peer has sent BYE."""
         self.closed = False
         self._pumps = [
             host.spawn(self._pump(channel), name=f"link to rank {peer_rank}, stripe {stripe}")
@@ -111,16 +111,15 @@ class Link:
 
     @property
     def error(self) -> HcsimError | None:
-        """Why it has failed, if it has."""
         return self._error
 
     @property
     def outlet(self) -> Outlet | None:
-        """See `Channel.outlet`; stripes take turns instead."""
+        """See `Channel.outlet`; None if the link is striped."""
         return self.channels[0].outlet if len(self.channels) == 1 else None
 
     def send(self, header: Header, payload: Payload) -> Coroutine[Any, Any, None]:
-        """Send one segment, on the stripe whose turn it is."""
+        """Send one segment, on the stripes in turn."""
         if self._error is not None:
             raise self._error
         channels = self.channels
@@ -129,12 +128,12 @@ class Link:
         return channels[self._turn].send(header, payload)
 
     def count_sent(self, header: Header) -> None:
-        """A segment leaves, by whatever way."""
+        """Count a segment that is sent, directly or by a belt."""
         self.sent_bytes += header.length
         self.sent_frames += 1
 
     def post(self, tag: Tag, into: memoryview | Fold | None, signature: int, total: int) -> asyncio.Future[Payload]:
-        """Say where the segment with that tag goes; the future has its payload once it is there."""
+        """Post the destination of the segment with that tag; the returned future has its payload when it has come."""
         arrived: asyncio.Future[Payload] = asyncio.Future(loop=self._loop)
         if isinstance(into, Fold):
             receipt = Receipt(arrived, into.room, into, signature, total)
@@ -189,9 +188,9 @@ class Link:
             del self._belts[over]
 
     def look_out(self, tag: Tag, shown: Callable[[], None]) -> bool:
-        """Whether the segment with that tag is here already. If not, `shown` is called once it is about to come.
+        """Return whether the segment with that tag is here already. If not, `shown` is called once it is about to come.
 
-        It then waits for a place, which whoever looks out for it has to post."""
+        The segment then waits until the caller posts its destination."""
         if tag in self._early:
             return True
         if self._error is None:
@@ -200,31 +199,30 @@ class Link:
         return False
 
     def look_away(self, tag: Tag) -> None:
-        """Nobody looks out for it any more."""
         self._sought.pop(tag, None)
 
     def attend(self, yes: bool) -> None:
-        """Whether to take in what comes even if nobody has posted for anything: behind it the peer may give up."""
+        """Set whether to receive frames without a posted destination: an ABORT of the peer may be behind them."""
         self._attentive = yes
         if yes:
             self._let_in()
 
     def holds(self, group: int, operation: int, bucket: int) -> bool:
-        """Whether frames of that operation, or of a later one in its bucket, have come that nobody has asked for.
+        """Return whether early frames of that operation, or of a later one in its bucket, are here.
 
-        Over several channels they may come in any order, and show nothing."""
+        Always False for striped links, where the order of frames shows nothing."""
         return len(self.channels) == 1 and any(
             (tag[0], tag[2]) == (group, bucket) and tag[1] >= operation for tag in self._early
         )
 
     def check_over(self, group: int, operation: int, bucket: int) -> None:
-        """An operation is over here: whatever else has come for it shows that the peer does another one."""
+        """Check the early frames after an operation: any left for it show that the peer does another one."""
         for tag, (header, _) in self._early.items():
             if tag[:3] == (group, operation, bucket):
                 raise self._disagreement(header, 0)
 
     def fail(self, error: HcsimError) -> None:
-        """Accept no more; everyone who waits on the link gets the error."""
+        """Fail the link: all waiting receivers get the error."""
         if self._error is not None:
             return
         self._error = error
@@ -238,7 +236,7 @@ class Link:
             self.on_failure(self, error)
 
     async def close(self, error: HcsimError) -> None:
-        """End the link, and return when nothing can write into a posted place any more."""
+        """End the link; return when nothing can write into a posted destination any more."""
         self.closed = True
         self.fail(error)
         for pump in self._pumps:
@@ -298,7 +296,7 @@ class Link:
         return self._wanted
 
     def _let_in(self) -> None:
-        """Somebody waits for something now: what came before that is looked at again."""
+        """Reconsider the frame that was left waiting: there is a new receiver."""
         if self._wanted is not None:
             self._wanted.set_result(None)
             self._wanted = None
@@ -329,7 +327,7 @@ class Link:
             self._settle(header, payload, receipt)
 
     def _settle(self, header: Header, payload: Payload, receipt: Receipt) -> None:
-        """Give a payload to who waits for it, in its place."""
+        """Complete a pending receive with a payload, in its destination."""
         if not receipt.fits(header):
             if header.signature != receipt.signature and self.on_stray is not None:
                 self.on_stray(self, header)

@@ -1,12 +1,12 @@
-"""The mesh: links to the other ranks of a group, opened when they are first needed.
+"""The mesh: links to the other ranks of a group, opened on demand.
 
-Both ends of a link know that they need it (every message has a sender and a receiver), so the
-higher rank dials and the lower one waits to be called. The first frame in each direction is a
-hello; a caller that does not belong here is told why and let go, and one from a later epoch is asked
-to call again, while we learn that ours is over. Before its hello a caller may
-send at most a few KiB, within a deadline, and only so many callers may be at that stage.
+Both ends of a link know that they need it, since each message has a sender and a receiver. So the higher rank
+dials, and the lower one waits for the call. The first frame in each direction is a hello. A caller that does
+not belong to the group is rejected with a reason. A caller of a later epoch is asked to call again, and this
+rank learns that its epoch is over. Before its hello a caller may send at most a few KiB, within a deadline, and
+the number of such callers is bounded.
 
-The links count what crosses them; the metrics are brought up to date when somebody looks.
+The links count their traffic; the metrics are updated when they are collected.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _ANSWERS = {Kind.HELLO: "taken", Kind.ABORT: "refused", Kind.LATER: "later"}
 
 
 class Traffic:
-    """Brings a host's network figures up to date with the counts of a mesh's links."""
+    """Updates a host's network metrics from the counts of a mesh's links."""
 
     def __init__(self, metrics: Metrics, addresses: Sequence[str], links: Mapping[int, Link]) -> None:
         self._metrics = metrics
@@ -61,14 +61,12 @@ class Traffic:
         self._links = links
         self._told: dict[int, tuple[int, int, int, int]] = {}
         self.end = metrics.collect(self._tell)
-        """The mesh is closed: what its links counted is told, and nothing more comes."""
+        """Report the final counts and stop: the mesh is closed."""
 
     def opened(self) -> None:
-        """A link is there."""
         self._metrics.counter("hcsim_links_opened_total").add()
 
     def greeted(self, answer: Kind) -> None:
-        """A caller has its answer."""
         self._metrics.counter("hcsim_hellos_total", answer=_ANSWERS[answer]).add()
 
     def _tell(self) -> None:
@@ -91,24 +89,24 @@ class Traffic:
 
 ABORT_TIMEOUT_S = 0.25
 BYE_TIMEOUT_S = 30.0
-"""A goodbye waits behind what we sent before it, which the peer may still need: on a slow line that takes a while."""
+"""The time limit for a BYE, which waits behind the data sent before it; on a slow line that takes a while."""
 LATE_S = 2.0
-"""How long we stay for those who have not called yet, to tell them why there will be nobody to call."""
+"""How long a closing mesh waits for late callers, to tell them the reason."""
 FIRST_BACKOFF_S = 0.02
 LAST_BACKOFF_S = 0.5
 
 
 class Parting(NamedTuple):
-    """The last word to everybody."""
+    """The last message to all peers."""
 
     kind: Kind
     text: bytes
     culprit: int | None
-    """The rank that is the reason, if one is."""
+    """The rank that caused the end, if any."""
 
 
 class Mesh:
-    """Our links to the other members."""
+    """The links of this rank to the other members of its group."""
 
     def __init__(
         self, host: Host, us: Membership, listener: Listener | None = None, reception: Reception | None = None
@@ -125,18 +123,18 @@ class Mesh:
         self._traffic = Traffic(host.metrics, us.addresses, self.links)
         self.on_link: Callable[[Link], None] | None = None
         self.on_newer: Callable[[int, int], None] | None = None
-        """Called with a rank that is ahead of us, and its epoch."""
+        """Called with a rank of a later epoch, and that epoch."""
         self.patient = False
-        """Whether one that hangs up on our hello is called again: it may just be leaving its last epoch for ours."""
+        """Whether to dial a peer again that hangs up on the hello: it may be moving on from its last epoch."""
         self.newest_epoch = us.epoch
         self.dialled = us.addresses
-        """What we call for each rank: its address, or the same one with another of its places first."""
+        """The address to dial for each rank: its address, or the same one with its hosts in another order."""
         self._opening: dict[int, asyncio.Future[Link]] = {}
         self._called: dict[int, dict[int, Channel]] = {}
         self._complete: dict[int, asyncio.Future[Link]] = {}
         self._listener = listener
         self._reception = reception
-        """Takes callers for us, where the node has a listener that outlives this mesh."""
+        """Accepts callers for this mesh, where the node has a listener that outlives it."""
         self._accepting: asyncio.Task[None] | None = None
         self._greeting: dict[asyncio.Task[None], None] = {}
         self._tasks: list[asyncio.Task[None]] = []
@@ -145,15 +143,14 @@ class Mesh:
         self._refusals = us.refusals or Refusals()
         self._refusals.forget()
         self._closed = ""
-        """Why, once it is."""
+        """The reason of the close; empty while open."""
         self._parting: Parting | None = None
-        """What we say to the others when we go."""
         self._untold: dict[int, asyncio.Future[None]] = {}
-        """Those who are to hear it when they call."""
+        """The late ranks that are to get the reason when they call."""
         self._awaited = 0
 
     async def open(self) -> None:
-        """Listen for the others, if there are any."""
+        """Listen for the other ranks, if there are any."""
         if self._reception is not None:
             self._reception.attach(self._called_with)
         elif self.us.world > 1:
@@ -163,15 +160,14 @@ class Mesh:
             self._accepting = self.host.spawn(accepting, name="accept")
 
     async def link(self, rank: int) -> Link:
-        """The link to that rank, opened if need be."""
+        """Return the link to that rank, opening it if necessary."""
         await self.reach((rank,))
         return self.links[rank]
 
     async def reach(self, ranks: Sequence[int]) -> None:
-        """Open the links to these ranks that are not open, side by side; the first that cannot be opened is an error.
+        """Open the missing links to these ranks concurrently; raises the error of the first that cannot be opened.
 
-        Who opened one after the other would keep its second peer waiting for the first; in a ring all would wait for
-        each other's calls in turn."""
+        Sequential opening would keep the second peer waiting for the first; in a ring all ranks would wait in turn."""
         missing = [rank for rank in ranks if rank not in self.links]
         if not missing:
             return
@@ -188,21 +184,22 @@ class Mesh:
             self._await_links(-1)
 
     def unreached(self, ranks: Sequence[int]) -> int | None:
-        """Of these ranks one that cannot be reached, or else the first that has not been so far."""
+        """Return one of these ranks that cannot be reached, or else the first without a link; None if there is none."""
         missing = [rank for rank in ranks if rank not in self.links]
         failed = [rank for rank in missing if rank in self._opening and self._opening[rank].done()]
         return next(iter((*failed, *missing)), None)
 
     def _await_links(self, change: int) -> None:
-        """So many more wait for a link. Meanwhile they hear, on those that are open, if others give up."""
+        """Change the number of tasks that wait for links. Meanwhile the open links receive, to notice aborts of other
+        ranks."""
         self._awaited += change
         for link in self.links.values():
             link.attend(self._awaited > 0)
 
     async def close(self, parting: tuple[Kind, str], error: HcsimError, late: Sequence[int] = ()) -> None:
-        """Tell the others (BYE, or ABORT and why), end all links with `error`, and stop listening.
+        """Send the last message (BYE, or ABORT with a reason), end all links with `error`, and stop listening.
 
-        Those who are `late` will call soon, and then hear it too: else they would look for us in vain."""
+        The ranks in `late` will call soon, and get the reason then; otherwise they would dial in vain."""
         self._closed = str(error)
         kind, text = parting
         culprit = error.peer if kind is Kind.ABORT and isinstance(error, CollectiveError) else None
@@ -218,7 +215,7 @@ class Mesh:
             await self._let_go(error)
 
     async def _leave(self, error: HcsimError) -> None:
-        """Say so to whoever is there, to whom we are calling, and to whoever calls meanwhile."""
+        """Send the last message on all links, to peers that are being dialled, and to those that call meanwhile."""
         calling = asyncio.gather(*self._tasks, return_exceptions=True)
         await asyncio.gather(*(self._part(link, error) for link in self.links.values()), calling)
         if self._untold:
@@ -231,7 +228,7 @@ class Mesh:
                     await asyncio.gather(*map(asyncio.shield, self._greeting), return_exceptions=True)
 
     async def _let_go(self, error: HcsimError) -> None:
-        """Close what is still open; where it is cancelled meanwhile, the rest all the same."""
+        """Close what is still open; if this is cancelled, the rest is closed all the same."""
         if self._accepting is not None:
             self._accepting.cancel()
         if self._reception is not None:
@@ -264,7 +261,7 @@ class Mesh:
             pass  # it will notice by itself that we are gone
 
     async def _hang_up(self, channel: Channel) -> None:
-        """End a call. If it ends because we go, who has taken us in already hears that."""
+        """Close a dialled channel. If the mesh is closing, a peer that has accepted it gets the last message."""
         try:
             if self._parting is not None:
                 await self._say_goodbye([channel])
@@ -296,11 +293,11 @@ class Mesh:
             raise DeadlineExceeded(f"{error}{self.doubts(rank)}") from None
 
     def doubts(self, rank: int | None) -> str:
-        """About a rank that we wait for in vain: whom we turned away, where it should have called us."""
+        """Return a hint for a rank that should have called but did not: the last refusal of a caller."""
         return self._refusals.hint if rank is not None and rank > self.us.rank and rank not in self.links else ""
 
     def _join(self, rank: int, channels: Sequence[Channel]) -> Link:
-        """Make channels a link, which from now on hears what the peer says."""
+        """Make a link of the channels, and start to receive on it."""
         link = self.links[rank] = Link(self.host, rank, self.us.epoch, channels, self._spare)
         link.attend(self._awaited > 0)
         self._traffic.opened()
@@ -309,7 +306,7 @@ class Mesh:
         return link
 
     async def _dial_all(self, rank: int, until_s: float) -> list[Channel]:
-        """A channel for each stripe, or none."""
+        """Dial a channel for each stripe. If one fails, all are closed."""
         channels: list[Channel] = []
         async with AsyncExitStack() as stack:
             while len(channels) < self.us.wire.stripes:
@@ -320,7 +317,7 @@ class Mesh:
         return channels
 
     async def _dial(self, rank: int, stripe: int, until_s: float) -> Channel:
-        """Call until somebody takes us in or says no; whoever is behind us by an epoch says: later."""
+        """Dial until the peer accepts or rejects. A peer that is an epoch behind answers LATER."""
         clock, backoff_s = self.host.clock, FIRST_BACKOFF_S
         late = f"rank {rank} did not answer within {self.us.wire.connect_timeout_s:g} s"
         while True:
@@ -333,7 +330,7 @@ class Mesh:
             backoff_s = min(2 * backoff_s, LAST_BACKOFF_S)
 
     async def _is_taken_in(self, channel: Channel, rank: int, stripe: int) -> bool:
-        """Introduce ourselves on a new channel, which is closed unless we are taken in."""
+        """Exchange hellos on a new channel; close it unless the peer accepts."""
         us = self.us
         try:
             if us.is_impostor(rank, channel):
@@ -367,7 +364,6 @@ class Mesh:
         self._start_greeting(self._greet_stranger(channel), f"greet caller {number}")
 
     def _called_with(self, channel: Channel, first: First) -> None:
-        """A caller whose first frame was received already."""
         self._start_greeting(self._greet(channel, first), "greet a caller")
 
     def _start_greeting(self, work: Coroutine[Any, Any, None], name: str) -> None:
@@ -382,7 +378,7 @@ class Mesh:
             self._strangers.known(channel)
 
     async def _greet(self, channel: Channel, first: First | None = None) -> None:
-        """Hear who calls; take it in, or say why not."""
+        """Receive a caller's hello, and accept it or reject it with a reason."""
         taken_in = False
         try:
             channel.limit(HELLO_LIMIT_BYTES)
@@ -414,13 +410,13 @@ class Mesh:
                 raise
 
     def _told(self, rank: int) -> None:
-        """One has heard from us why there is nobody to call any more."""
+        """Note that a late rank has got the reason of the close."""
         told = self._untold.get(rank)
         if told is not None and not told.done():
             told.set_result(None)
 
     def _answer(self, theirs: Hello, channel: Channel) -> tuple[Kind, str]:
-        """Take them in, refuse them and say why, or ask them to call again."""
+        """Decide whether to accept the caller, reject it with a reason, or ask it to call again."""
         us = self.us
         if us.identities and not channel.identity:
             return Kind.ABORT, "you have not proved who you are"

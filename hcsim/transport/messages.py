@@ -1,15 +1,15 @@
-"""Typed messages: what all control traffic is made of.
+"""Typed messages, used by all control traffic.
 
-A protocol is a union of msgspec structs, its `Schema`. A message travels as one CONTROL frame of msgpack over a
-channel, or behind its length over a socket pair between processes of one machine. Bytes that the schema does not accept
-are the peer's fault.
+A protocol is a `Schema`: a union of msgspec structs. A message is sent as one CONTROL frame of msgpack over a
+channel, or with a length prefix over a socket pair between processes of one machine. Bytes that the schema
+rejects are the peer's error.
 
-What needs a reply is a request. Where one end asks one thing at a time, `Schema.ask` sends the request and returns the
-next message. Where requests overlap they are numbered, and `Requests` keeps those that have no reply yet; the numbers
-of one end never repeat, so that a late reply is told from one to a request that was never made.
+A message that needs a reply is a request. With one outstanding request at a time, `Schema.ask` sends it and
+returns the next message. Overlapping requests are numbered, and `Requests` keeps those without a reply. The
+numbers of one end never repeat, so a late reply can be told from a reply to a request that was never made.
 
-Errors travel as data, the name of their class and their text (`describe`), and are built anew at the other end from a
-table of classes (`revive`): no traceback, and nothing of the sender's classes.
+Errors are sent as the name of their class and their text (`describe`), and recreated at the other end from a
+table of classes (`revive`). Tracebacks and classes of the sender are not sent.
 """
 
 from __future__ import annotations
@@ -32,46 +32,44 @@ class Schema(Generic[M]):
     """The messages of one protocol."""
 
     def __init__(self, messages: Any, complaint: str = "sent a message that cannot be read") -> None:
-        """`messages` is a struct or a union of structs; `complaint` is what is said of a peer that sends others."""
+        """`messages` is a struct or a union of structs; `complaint` is the error text for a peer that sends other
+        messages."""
         self._decoder: msgspec.msgpack.Decoder[M] = msgspec.msgpack.Decoder(messages)
         self._complaint = complaint
 
     def encode(self, message: M) -> bytes:
-        """The message's bytes."""
         return msgspec.msgpack.encode(message)
 
     def decode(self, data: bytes | memoryview, peer: str) -> M:
-        """The message in the bytes from `peer`, checked."""
+        """Decode and validate a message from `peer`."""
         return decode_message(self._decoder, data, peer, self._complaint)
 
     def frame(self, message: M) -> tuple[Header, memoryview]:
-        """The frame that carries the message."""
+        """Return the frame of a message."""
         data = self.encode(message)
         return Header(len(data), Kind.CONTROL), memoryview(data)
 
     def framed(self, header: Header, payload: Payload, peer: str) -> M:
-        """The message that a frame from `peer` carries."""
+        """Decode the message in a frame from `peer`."""
         if header.kind is not Kind.CONTROL or isinstance(payload, Phantom):
             raise RemoteProtocolError(f"{peer} sent {header.kind.name} where a message was due", peer)
         return self.decode(payload, peer)
 
     async def send(self, channel: Channel, message: M) -> None:
-        """Send one message."""
         await channel.send(*self.frame(message))
 
     async def recv(self, channel: Channel) -> M:
-        """Receive the next message."""
         header, payload = await channel.recv(_allocated)
         return self.framed(header, payload, channel.peer)
 
     async def ask(self, channel: Channel, request: M) -> M:
-        """Send a request and receive its reply, on a channel on which one end asks one thing at a time."""
+        """Send a request and receive its reply, on a channel with one outstanding request at a time."""
         await self.send(channel, request)
         return await self.recv(channel)
 
 
 def expect(message: object, kind: type[K], peer: str) -> K:
-    """The message, if it is of the kind that is due."""
+    """Return the message. Raises `RemoteProtocolError` if it is not of the expected kind."""
     if not isinstance(message, kind):
         said, due = type(message).__name__.lower(), kind.__name__.lower()
         raise RemoteProtocolError(f"{peer} sent the message {said!r} where {due!r} was due", peer)
@@ -79,11 +77,11 @@ def expect(message: object, kind: type[K], peer: str) -> K:
 
 
 def _allocated(header: Header) -> None:
-    """As a `Place`: the channel allocates room for the payload."""
+    """A `Place` that lets the channel allocate the payload's buffer."""
 
 
 class Requests(Generic[W]):
-    """The requests of one end that have no reply yet, by number, each with what waits for the reply."""
+    """The numbered requests of one end without a reply, each with a value for the reply, such as a future."""
 
     def __init__(self) -> None:
         self.last = 0
@@ -94,28 +92,28 @@ class Requests(Generic[W]):
         return len(self._waiting)
 
     def number(self) -> int:
-        """A number for the next request."""
+        """Return a number for the next request."""
         self.last += 1
         return self.last
 
     def add(self, number: int, waiting: W) -> None:
-        """A request of that number has no reply yet."""
+        """Add a request that waits for its reply."""
         self._waiting[number] = waiting
 
     def made(self, number: int) -> bool:
-        """Whether there has been such a request."""
+        """Return whether there has been a request of that number."""
         return 0 < number <= self.last
 
     def get(self, number: int) -> W | None:
-        """What waits for the reply to that request; None: nothing does any more."""
+        """Return the value of a request that waits for its reply, or None."""
         return self._waiting.get(number)
 
     def take(self, number: int) -> W | None:
-        """The same; from now on nothing waits."""
+        """Remove a request and return its value, or None."""
         return self._waiting.pop(number, None)
 
     def waiting(self) -> tuple[W, ...]:
-        """All that wait, in the order of their requests: at the end of a connection each is to fail."""
+        """Return the values of all waiting requests, in order, for example to fail them at the end of a connection."""
         return tuple(self._waiting.values())
 
 
@@ -124,7 +122,7 @@ MAX_KIND = 128
 
 
 def describe(error: BaseException) -> tuple[str, str]:
-    """The kind and the text of an error, for the peer."""
+    """Return the class name and the text of an error, for the peer."""
     try:
         text = str(error)
     except Exception:
@@ -133,11 +131,11 @@ def describe(error: BaseException) -> tuple[str, str]:
 
 
 def _sendable(text: str) -> str:
-    """A file's name may have bytes in it that are no text."""
+    """Escape surrogates, which file names may contain."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
 def revive(kind: str, text: str, table: Mapping[str, type[HcsimError]]) -> HcsimError | None:
-    """The error that a peer has described; None where its kind is not in the table."""
+    """Return the error described by a peer; None if its class is not in the table."""
     known = table.get(kind)
     return None if known is None else known(text)

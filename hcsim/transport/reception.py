@@ -1,12 +1,12 @@
-"""The listener of a node's collectives, which outlives the groups that it serves.
+"""The listener for a node's collectives, which outlives the groups that it serves.
 
-Groups come and go with the views of a cluster; the listener stays. The first frame of a caller says what it wants:
+Groups change with the views of a cluster; the listener stays. The first frame of a caller gives its purpose:
 
     HELLO       it belongs to the group of a view. The caller waits until that group is attached here.
-    CONTROL     it checks this node. The frame is sent back, whatever the node is busy with.
+    CONTROL     it checks this node. The frame is echoed, whatever the node is busy with.
 
-A check shows whether a node can be worked with: heartbeats cross another port in a few bytes, and live on where this
-port is closed, where a cable carries next to nothing, or where the device does not finish what it is given.
+A check shows whether a node is usable. Heartbeats do not show that: they use another port and few bytes, so
+they continue if this port is closed, if a cable carries next to nothing, or if the device hangs.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from hcsim.transport.callers import Callers
 from hcsim.transport.hello import HELLO_LIMIT_BYTES, HELLO_TIMEOUT_S, hear
 
 CHECK_S = 3.0
-"""How long a device or a peer may take to pass a check."""
+"""The time limit for a device or a peer to pass a check."""
 ECHOES = 4
-"""Frames of a check: together 16 KiB in each direction, which need some 100 kb/s within that time."""
+"""The frames of a check: together 16 KiB in each direction, which need some 100 kb/s within that time."""
 _ECHO = memoryview(bytes(HELLO_LIMIT_BYTES))
 _EXERCISE = 4096
-"""Elements of the vectors that a device adds in a check."""
+"""The number of elements in the vectors that a device adds in a check."""
 
 First: TypeAlias = tuple[Kind, bytes]
 Take: TypeAlias = Callable[[Channel, First], None]
-"""Takes a caller, and the first frame that came from it."""
+"""Takes a caller and its first frame."""
 
 
 class Reception:
-    """Takes callers for as long as a node lives."""
+    """Accepts callers of collectives during a node's lifetime."""
 
     def __init__(self, host: Host, listener: Listener) -> None:
         self.host = host
@@ -48,18 +48,17 @@ class Reception:
         self._serving = host.spawn(self._callers.accept(listener, self._called), name="accept callers of collectives")
 
     def attach(self, take: Take) -> None:
-        """Hand callers of groups to this one from now on, also those who wait already."""
+        """Hand callers of groups to `take` from now on, including those that wait already."""
         self._take = take
         if self._attached is not None:
             self._attached.set_result(None)
             self._attached = None
 
     def detach(self) -> None:
-        """The group is over: further callers wait for the next one."""
+        """Detach the group, which is over; further callers wait for the next one."""
         self._take = None
 
     async def close(self) -> None:
-        """Take no more callers."""
         self._serving.cancel()
         await asyncio.gather(self._serving, return_exceptions=True)
         await self._listener.close()
@@ -68,7 +67,7 @@ class Reception:
         self.host.spawn(self._receive(channel), name=f"caller {number} of collectives")
 
     async def _receive(self, channel: Channel) -> None:
-        """Hear what a caller wants, and do it; a caller that is not handed to a group is let go at the end."""
+        """Receive a caller's first frame and act on it; a caller that is not handed to a group is closed at the end."""
         taken = False
         try:
             channel.limit(HELLO_LIMIT_BYTES)
@@ -91,7 +90,7 @@ class Reception:
 
 
 async def _echo(channel: Channel, data: bytes) -> None:
-    """Answer a check until the caller has enough."""
+    """Echo the frames of a check until the caller ends it."""
     while True:
         await channel.send(Header(len(data), Kind.CONTROL), memoryview(data))
         kind, data = await hear(channel)
@@ -100,14 +99,15 @@ async def _echo(channel: Channel, data: bytes) -> None:
 
 
 def echo_s(latency_s: float, there_Bps: float, back_Bps: float) -> float:
-    """How long the frames of a check take on a line of that latency (one way) and these rates."""
+    """Return the duration of a check on a line with that latency (one way) and these rates."""
     return ECHOES * (2 * latency_s + len(_ECHO) / there_Bps + len(_ECHO) / back_Bps)
 
 
 async def check_peer(host: Host, address: str, within_s: float = CHECK_S, until: AsyncExitStack | None = None) -> str:
-    """Why collectives cannot work with the node at that address, as far as can be seen from here; empty: they can.
+    """Return why collectives cannot work with the node at that address, as far as visible from here; empty if they
+    can.
 
-    The connection is closed at once, or `until` others are."""
+    The connection is closed at once, or with `until`."""
     done, within_s = 0, min(CHECK_S, within_s)
     try:
         async with host.clock.timeout(CHECK_S), AsyncExitStack() as now:
@@ -127,7 +127,7 @@ async def check_peer(host: Host, address: str, within_s: float = CHECK_S, until:
 
 
 async def check_device(host: Host) -> str:
-    """Why this host's device cannot be used; empty: it can."""
+    """Return why this host's device cannot be used; empty if it can."""
     device, work = host.device, Work(float(_EXERCISE), 12.0 * _EXERCISE)
     try:
         async with host.clock.timeout(CHECK_S):
@@ -140,11 +140,11 @@ async def check_device(host: Host) -> str:
 
 
 async def check_all(host: Host, peers: Sequence[tuple[str, float]]) -> tuple[str, list[str]]:
-    """Check this host's device and all peers at once, which are addresses, each with the seconds that it may take: what
-    is wrong with each, in their order.
+    """Check this host's device and all peers concurrently. Return the problem of the device, and those of the peers in
+    order.
 
-    All connections are open at the same time, as they are while members work: whoever may have a few only does not
-    pass by having one after the other."""
+    Each peer is an address and the time it may take. All connections are open at the same time, as during
+    operation, so a machine that allows only a few connections fails the check."""
     async with AsyncExitStack() as open_:
         checks = [check_peer(host, address, within_s, open_) for address, within_s in peers]
         own, *others = await asyncio.gather(check_device(host), *checks)

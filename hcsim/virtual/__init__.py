@@ -1,1 +1,1 @@
-"""The seam on SimPy: a deterministic world in which time costs nothing."""
+"""The virtual world: a deterministic simulation on SimPy, in which computing takes no virtual time by itself."""

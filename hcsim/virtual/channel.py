@@ -1,11 +1,11 @@
-"""Channels in the virtual world: two streams, and an inbox at each end.
+"""Channels of the virtual world: two streams, and an inbox at each end.
 
-A frame that somebody pumps is handed over as it arrives, in the context of who pumps, and wakes no task: that saves a
-tenth of what a message costs, and more among hundreds of ranks, whose tasks no cache holds. It stays in the inbox while
-its host is frozen or its place is waited for.
+A frame for a pump is handed over as it arrives, in the context of the pumping task, and wakes no task. This
+saves a tenth of the cost of a message, and more with hundreds of ranks, whose tasks do not fit into a cache.
+The frame stays in the inbox while its host is frozen or while it waits for its place.
 
-A frame larger than the buffers comes in pieces (see `large.py`). It is in the inbox from its first piece on, as one
-whose header is there, and what follows is read as it comes once it has its place.
+A frame larger than the buffers arrives in pieces (see `large.py`). It enters the inbox with its first piece;
+the rest is read as it arrives once the frame has its place.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from hcsim.virtual.stream import RTO_S, Message, Stream, frame_event
 
 MAX_FRAME_BYTES = 64 * 2**20
 NO_FRAME_BYTES = 1 << 62
-"""More than any frame has, and than any limit allows."""
+"""Larger than any frame and any limit."""
 MAX_RTO_NS = 60 * NS
-"""The longest that TCP waits before it sends something again."""
+"""The longest retransmission timeout of TCP."""
 
 
 Detour: TypeAlias = Callable[["VirtualChannel", Callable[[Header, Payload], None], tuple[Header, Payload]], None]
-"""Given our end, the peer's way of taking frames in, and a frame, when it arrives."""
+"""Called with the local end, the delivery function of the peer, and a frame, when the frame arrives."""
 
 
 class ChannelHost(Owner, Protocol):
@@ -66,7 +66,7 @@ class ChannelHost(Owner, Protocol):
 
 
 class _Pump:
-    """Somebody who takes frames as they arrive, and the context in which that happens."""
+    """A task that receives frames as they arrive, and the context of its callbacks."""
 
     __slots__ = ("context", "landed", "large", "place", "wanted", "where")
 
@@ -75,20 +75,20 @@ class _Pump:
         self.landed = landed
         self.context = copy_context()
         self.wanted: asyncio.Future[None] | None = None
-        """What the frame at the head of the inbox waits for."""
+        """The future that the frame at the head of the inbox waits for."""
         self.large: Large | None = None
-        """A frame that is read as it comes, into its place."""
+        """The large frame that is being read into its place."""
         self.where: memoryview | Fold | None = None
 
 
 class Undecodable(Header, frozen=True, gc=False):
-    """Bytes where a header should be, and are not one. Its length is `NO_FRAME_BYTES`."""
+    """Bytes in the position of a header that do not decode. Its length is `NO_FRAME_BYTES`."""
 
     raw: bytes = bytes(HEADER_BYTES)
 
 
 class VirtualChannel:
-    """One end of a connection."""
+    """One end of a simulated connection."""
 
     __slots__ = (
         "_coming", "_deliver", "_departure", "_end", "_ends", "_far", "_host", "_in", "_inbox", "_largest_whole_bytes",
@@ -102,7 +102,7 @@ class VirtualChannel:
         self, host: ChannelHost, peer: str, outgoing: Stream, ends: tuple[str, str], called: tuple[str, int]
     ) -> None:
         self.called = called
-        """The host and its port that the connection was made to."""
+        """The host and port that the connection was made to."""
         self._host = host
         self._loop = host.loop
         self._trace = host.net.trace
@@ -116,14 +116,14 @@ class VirtualChannel:
         self._deliver: Callable[[Header, Payload], None]
         self._inbox: deque[tuple[Header, Payload, Large | None]] = deque()
         self._coming: Large | None = None
-        """The frame whose rest has not come."""
+        """The large frame whose last piece has not arrived."""
         self._reader: asyncio.Future[BaseException | None] | None = None
-        """Whoever receives; its result is the error that ends it, if there is one."""
+        """The pending receive; its result is the error that ends it, or None."""
         self._pump: _Pump | None = None
-        """Its reader takes frames as they arrive."""
+        """The pump, if the receiver takes frames as they arrive."""
         self._writers: deque[asyncio.Future[None]] = deque()
         self._departure: Departure | None = None
-        """The large frame that leaves; who wants to send waits."""
+        """The large frame being sent; other senders wait for it."""
         self._max_frame_bytes = MAX_FRAME_BYTES
         self._unheard_since_ns: int | None = None
         self._end: ChannelClosed | ChannelBroken | RemoteProtocolError | None = None
@@ -133,44 +133,43 @@ class VirtualChannel:
 
     @staticmethod
     def join(near: VirtualChannel, far: VirtualChannel) -> None:
-        """Make two ends one connection."""
+        """Connect two ends with each other."""
         near._far, far._far = far, near
         near._in, far._in = far._out, near._out
         near._deliver, far._deliver = far._arrived, near._arrived
 
     @property
     def host(self) -> ChannelHost:
-        """The host whose end this is."""
         return self._host
 
     @property
     def peer(self) -> str:
-        """The other host."""
+        """The name of the host at the other end."""
         return self._peer
 
     @property
     def ends(self) -> tuple[str, str]:
-        """See `runtime.channel.Channel.ends`."""
         return self._ends
 
     @property
     def identity(self) -> str:
-        """The model has no encryption of its own, so nothing is proved yet."""
+        """Empty: the simulated network has no encryption, so the identity of the peer is not yet proved."""
         return ""
 
     @property
     def binding(self) -> bytes:
-        """As above."""
+        """Empty: there is no encryption to bind to."""
         return b""
 
     @property
     def streams(self) -> tuple[Stream, Stream]:
-        """What we send, and what we receive."""
+        """The outgoing and the incoming stream."""
         return self._out, self._in
 
     async def send(self, header: Header, payload: Payload = EMPTY) -> None:
-        """See `runtime.channel.Channel.send`. A frame that is not large is taken whole while less than the send buffer
-        is queued."""
+        """Send a frame; see `runtime.channel.Channel.send`.
+
+        A frame that is not large is queued whole while the queue is shorter than the send buffer."""
         if payload.nbytes != header.length:
             raise UsageError(f"the header announces {header.length} bytes, the payload has {payload.nbytes}")
         out = self._out
@@ -187,7 +186,6 @@ class VirtualChannel:
             out.push(Message(size_bytes, self._deliver, header, kept))
 
     async def recv(self, place: Place) -> tuple[Header, Payload]:
-        """See `runtime.channel.Channel.recv`."""
         inbox = self._inbox
         if self._reader is not None:
             raise self._two_receive()
@@ -212,7 +210,6 @@ class VirtualChannel:
         return header, taken
 
     async def pump(self, place: Place, landed: Landed) -> None:
-        """See `runtime.channel.Channel.pump`."""
         inbox, pump = self._inbox, _Pump(place, landed)
         if self._reader is not None:
             raise self._two_receive()
@@ -226,31 +223,28 @@ class VirtualChannel:
                 pump.wanted = None
 
     def limit(self, max_frame_bytes: int) -> None:
-        """See `runtime.channel.Channel.limit`."""
         self._max_frame_bytes = max_frame_bytes
 
     async def close(self) -> None:
-        """See `runtime.channel.Channel.close`."""
         if self._end is None:
             self._finish(ChannelClosed(f"the channel to {self._peer} was closed by us", self._peer))
 
     def broken(self, why: str) -> None:
-        """The world ends this end of the connection; what has not been read is lost."""
+        """Break this end of the connection. Unread data is lost."""
         if self._end is None:
             self._inbox.clear()
             self._ended(ChannelBroken(f"the connection to {self._peer} broke: {why}", self._peer))
             self._out.kill()
 
     def tell_peer(self, why: str) -> None:
-        """Send a reset: the peer's end breaks when it arrives."""
+        """Send a reset; the peer's end breaks when it arrives."""
         if not self._host.is_silenced(self):
             self._host.signal(self._far._host, "reset", self._far.broken, why)
 
     def vanish(self, *, answers: bool = True) -> None:
-        """Our end is gone without a word.
+        """Drop this end without notifying the peer.
 
-        The peer finds out when it sends, because whoever is here then answers with a reset; unless nobody
-        `answers` at our old address any more."""
+        The peer notices when it sends and gets a reset back, unless nothing `answers` at the old address any more."""
         far = self._far
         unfinished = self._in.unfinished
         self._out.kill()
@@ -262,12 +256,12 @@ class VirtualChannel:
                 far._unheard()
 
     def lose(self, why: str, *, answers: bool = True) -> None:
-        """Our system forgets the connection: we are told, the peer is not."""
+        """Drop the connection at this end: the local program gets an error, the peer is not notified."""
         self.vanish(answers=answers)
         self.broken(why)
 
     def divert(self, through: Detour | None) -> None:
-        """Have what we send from now on pass through something that may change it; None: no longer."""
+        """Pass outgoing frames through a function that may change them; None restores direct delivery."""
         straight = self._far._arrived
         if through is None:
             self._deliver = straight
@@ -281,7 +275,7 @@ class VirtualChannel:
         self.retransmit()
 
     def retransmit(self) -> None:
-        """Send again what the peer's system, if there is one, does not expect; TCP doubles the wait each time."""
+        """Retransmit to a peer that does not acknowledge; TCP doubles the wait each time."""
         since_ns = self._unheard_since_ns
         there = self._host.present(self._peer)
         if since_ns is None or self._end is not None or not self._host.alive or not there.alive:
@@ -297,7 +291,7 @@ class VirtualChannel:
         self._loop.env.call_at(since_ns + due_ns, self.retransmit)
 
     def reset(self, why: str) -> None:
-        """Break both ends at once: nothing under way arrives."""
+        """Break both ends at once; data in flight is lost."""
         self._in.kill()
         self._out.kill()
         self.broken(why)
@@ -307,8 +301,9 @@ class VirtualChannel:
         return UsageError(f"two tasks receive from {self!r} at once")
 
     async def _until_arrived(self, pump: _Pump | None = None, large: Large | None = None) -> None:
-        """Wait until there is a frame in the inbox, or all of the large one at its head. One that is handed over is
-        none to wake up for. Who is cancelled in the middle of a frame breaks the channel."""
+        """Wait until a frame is in the inbox, or until the large frame at its head is complete.
+
+        A frame handed to a pump does not end the wait. Cancellation in the middle of a frame breaks the channel."""
         while not self._inbox if large is None else not large.is_whole:
             if self._end is not None:
                 raise self._again(self._end)
@@ -329,7 +324,7 @@ class VirtualChannel:
                 raise failure
 
     def came(self, large: Large, size_bytes: int, filled: bool) -> None:
-        """A piece of a frame has come, which is not its last one; it may have `filled` the window before it came."""
+        """Accept a piece of a frame that is not its last one. `filled`: it was counted in the window when it left."""
         if filled:
             self._in.outstanding -= size_bytes
         if self._end is not None:
@@ -343,7 +338,7 @@ class VirtualChannel:
             self._arrived(large.header, large.payload, large)
 
     def came_whole(self, large: Large, size_bytes: int, header: Header, payload: Payload) -> None:
-        """The last piece of a frame has come."""
+        """Accept the last piece of a frame."""
         if self._end is not None:
             self._in.consumed(size_bytes)
             return
@@ -356,7 +351,7 @@ class VirtualChannel:
             self._arrived(header, payload, large)
 
     def _read(self, large: Large) -> None:
-        """It has its place: from now on it is read as it comes."""
+        """Read the frame as it arrives from now on; it has its place."""
         large.is_read, large.context = True, copy_context()
         self._in.consumed(large.take())
 
@@ -386,7 +381,7 @@ class VirtualChannel:
             reader.set_result(failure)
 
     def _hand_over(self, pump: _Pump, header: Header, payload: Payload, large: Large | None) -> None:
-        """Give a frame to whoever pumps; it is kept while it has no place."""
+        """Give a frame to the pump. The frame stays in the inbox while it has no place."""
         if large is not None and large is pump.large:
             where = pump.where
             pump.large = pump.where = None
@@ -437,7 +432,7 @@ class VirtualChannel:
         return error
 
     def _check_place(self, header: Header, payload: Payload, where: memoryview | Fold | None) -> None:
-        """A place that does not do leaves the payload unread."""
+        """Raise `UsageError` if the payload does not fit its place; the payload stays unread."""
         room = where.room if isinstance(where, Fold) else where
         if room is None or isinstance(payload, Phantom):
             return
@@ -446,7 +441,7 @@ class VirtualChannel:
             raise UsageError(f"a place of {room.nbytes} bytes {kind}was given for a payload of {header.length}")
 
     def _taken(self, header: Header, payload: Payload, where: memoryview | Fold | None) -> Payload:
-        """The payload in its place."""
+        """Return the payload, copied into its place."""
         if isinstance(payload, Phantom):
             return payload
         self._check_place(header, payload, where)
@@ -458,7 +453,7 @@ class VirtualChannel:
         return where
 
     def _finish(self, error: ChannelClosed | ChannelBroken | RemoteProtocolError) -> None:
-        """Close our end; the peer reads what was sent before, then the end of the stream."""
+        """Close the local end. The peer reads what was sent before, then the end of the stream."""
         for header, _, large in self._inbox:
             self._in.consumed(HEADER_BYTES + header.length if large is None else large.take())
         if self._coming is not None:
@@ -494,7 +489,7 @@ class VirtualChannel:
         self._wake()
 
     def _again(self, error: ChannelClosed | ChannelBroken | RemoteProtocolError) -> Exception:
-        """A fresh copy: raising one exception object twice would chain unrelated tracebacks."""
+        """Return a fresh copy: raising one exception object twice would chain unrelated tracebacks."""
         return type(error)(str(error), self._peer)
 
     async def _send_in_pieces(self, large: Large) -> None:
@@ -513,7 +508,7 @@ class VirtualChannel:
             raise self._again(self._end)
 
     async def _wait_for_room(self) -> None:
-        """Wait in line. Who is let in stays at its head until it runs, so that nobody comes before."""
+        """Queue for room in the send buffer. An admitted sender stays at the head of the queue until it runs."""
         if self._end is not None:
             return
         mine = self._loop.create_future()
@@ -533,7 +528,7 @@ class VirtualChannel:
             self._writers.remove(writer)
 
     def _room(self) -> None:
-        """The send buffer has drained a little: let the frame that leaves go on, or the first waiting sender in."""
+        """Continue the large frame, or admit the first waiting sender: the send buffer has room."""
         if self._departure is not None:
             self._departure.left()
         elif not self._writers:
@@ -543,7 +538,7 @@ class VirtualChannel:
 
 
 def _what_is_wrong(raw: bytes, limit: int, peer: str) -> str:
-    """What a real channel says of these bytes."""
+    """Return the error message that a real channel gives for these bytes."""
     try:
         header = decode_header(raw, max_length=limit, peer=peer)
     except RemoteProtocolError as error:

@@ -1,13 +1,12 @@
-"""What is done about a world in which nothing moves any more: it ends, and says what everybody waits for.
+"""Deadlock detection: end a run in which nothing can happen any more, and report what each task waits for.
 
-A suspended coroutine knows what it awaits, which is again a coroutine, down to a future.
-Along this chain the innermost frame outside the standard library is the place that a person
-recognises: it is named with its file, line and source text, and with the object it belongs to.
-The text holds no memory address, so that two runs of one scenario stop with the same words.
+A suspended coroutine knows what it awaits, which is again a coroutine, down to a future. The report names the
+innermost frame of this chain outside the standard library: its file, line, source text, and the object it
+belongs to. The text contains no memory address, so two runs of one scenario give the same text.
 
-Where hosts go on to send heartbeats, a `Standstill` sees that nothing comes of it: members that have finished leave, or
-are gone for good, and the others wait for a word that never comes. Real ones tell their people, and wait; simulated
-ones would do so for ever.
+Where hosts still send heartbeats, the event queue never runs empty. There a `Standstill` detects a livelock:
+members have finished or are gone for good, and the others wait for a message that never comes. A real cluster
+logs this and waits; a simulated one would run for ever.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ _LONGEST_REPR = 200
 
 
 def describe(tasks: Mapping[asyncio.Task[Any], object], is_frozen: Callable[[object], bool]) -> str:
-    """One line for each task, in the order given; `tasks` says whose each one is."""
+    """Return one line for each task, in the order given. `tasks` maps each task to its owner."""
     if not tasks:
         return "nothing is left to do, no task waits, and what was to be completed never was"
     waiting = "1 task still waits" if len(tasks) == 1 else f"{len(tasks)} tasks still wait"
@@ -58,7 +57,7 @@ def _place(task: asyncio.Task[Any]) -> str:
 
 
 def _frames(awaitable: object) -> Iterator[FrameType]:
-    """The frames from the task's own coroutine to the innermost, as far as Python shows them."""
+    """Yield the frames from the task's own coroutine to the innermost one, as far as Python exposes them."""
     while awaitable is not None:
         for kind, awaits in (("cr", "cr_await"), ("gi", "gi_yieldfrom"), ("ag", "ag_await")):
             frame = getattr(awaitable, f"{kind}_frame", None)
@@ -85,7 +84,7 @@ def _plain(value: object) -> str:
 
 
 class Standstill:
-    """Looks now and then whether something has moved; `moved` gives another value if it has."""
+    """Periodic livelock check: `moved` returns a different value if there was progress."""
 
     def __init__(
         self,
@@ -96,7 +95,7 @@ class Standstill:
         from_s: float = 0.0,
         limit_s: float | None = None,
     ) -> None:
-        """Before `from_s` something may still happen by itself: a fault heals."""
+        """Before `from_s` the check is off, because something may still happen without progress: a fault heals."""
         self._env = env
         self._every_s = every_s
         self._moved = moved
@@ -107,7 +106,7 @@ class Standstill:
 
     @asynccontextmanager
     async def noticed(self, last_words: Callable[[], str]) -> AsyncIterator[None]:
-        """End what runs here when all stands still, with what it said last; and in any case at the limit."""
+        """End the block when there is no progress, with the text of `last_words`, and at the limit in any case."""
         timeout = asyncio.timeout_at(self._limit_s)
         self._running[timeout] = None
         try:

@@ -1,19 +1,19 @@
-"""SimPy's environment, with everything that happens in a virtual world in its one queue.
+"""The SimPy environment, with all events of a virtual world in its single queue.
 
-An entry of SimPy's queue is (time, priority, number, event). Entries of one time and priority are processed in the
-order in which they were scheduled. Times are whole nanoseconds. Besides SimPy's own events, two light ones wait here,
-both made without `__init__`, with a fixed tuple of callbacks:
+An entry of the SimPy queue is (time, priority, number, event). Entries of equal time and priority are processed
+in the order in which they were scheduled. Times are whole nanoseconds. Two light event types are added. Both
+are made without `__init__`, with a fixed tuple of callbacks:
 
--   A `Timer` is a call that asyncio asked for at a later time. It can be cancelled: it then stays in the queue as a
-    tombstone, since nothing can be taken out of a heap, and does not move time. Tombstones are swept out when they are
-    half of the queue: O(log n) a timer, amortised.
--   A `WorldCall` is a call of the world's own: a delivery, the end of work, a fault. Calls that are scheduled one
-    after the other for one instant, as where hundreds of ranks move in step, share one event: O(1) each.
+-   A `Timer` is an asyncio call at a later time. It can be cancelled: it then stays in the heap as a tombstone,
+    which does not advance time. Tombstones are removed when they are half of the queue: O(log n) per timer,
+    amortised.
+-   A `WorldCall` is a call of the simulator: a delivery, the end of work, a fault. Consecutive calls for one
+    instant share one event, which is common where hundreds of ranks run in lockstep: O(1) each.
 
-Callbacks that are ready in this instant (asyncio's `call_soon`) wait in a plain queue, and run before the next event.
-A call for the end of an instant has the lowest priority: all else of that instant comes first.
+Ready callbacks (asyncio's `call_soon`) wait in a plain queue and run before the next event. A call for the end
+of an instant has the lowest priority and runs last.
 
-`step()` runs what is ready, or else processes the next event; `peek()` is when that will be.
+`step()` runs the ready callbacks, or else processes the next event; `peek()` returns the time of the next step.
 """
 
 from __future__ import annotations
@@ -41,10 +41,9 @@ _FEWEST_WORTH_SWEEPING = 64
 
 
 class Callback(asyncio.TimerHandle):
-    """A call that is ready. Its callback is None when it was cancelled.
+    """A ready callback; its function is None once it was cancelled.
 
-    It has no `__init__`, which would double the cost of making one.
-    """
+    There is no `__init__`, which would double the cost of creating one."""
 
     __slots__ = ("args", "callback", "context")
 
@@ -53,12 +52,11 @@ class Callback(asyncio.TimerHandle):
     context: Any
 
     def cancel(self) -> None:
-        """Do not run. Harmless when it has run."""
+        """Cancel the call; no effect once it has run."""
         self.callback = None
         self.args = ()
 
     def cancelled(self) -> bool:
-        """Whether `cancel` was called."""
         return self.callback is None
 
     def __repr__(self) -> str:
@@ -69,7 +67,7 @@ class Callback(asyncio.TimerHandle):
 
 
 class Timer(simpy.Event, Callback):
-    """A call at a later time."""
+    """A callback at a later time."""
 
     __slots__ = ("callbacks", "deadline_ns", "env", "number")
 
@@ -80,7 +78,7 @@ class Timer(simpy.Event, Callback):
     number: int
 
     def cancel(self) -> None:
-        """Do not run. Harmless when it has run."""
+        """Cancel the call; no effect once it has run."""
         self.callback = None
         self.args = ()
         if self.callbacks is not None:
@@ -97,7 +95,7 @@ class Timer(simpy.Event, Callback):
 
 
 class WorldCall(simpy.Event):
-    """A call of the world's own, or several: nothing cancels it or holds it back."""
+    """One or more calls of the simulator, which cannot be cancelled or held back."""
 
     __slots__ = ("args", "function", "more")
 
@@ -107,7 +105,7 @@ class WorldCall(simpy.Event):
     function: Callable[..., object]
     args: tuple[Any, ...]
     more: _Calls | None
-    """What is to be called after it."""
+    """Further calls for the same instant."""
 
 
 _TIMER_CALLBACKS = (lambda timer: timer.env.ready.append(timer),)
@@ -117,28 +115,28 @@ _new_world_call = partial(object.__new__, WorldCall)
 
 
 class Environment(simpy.Environment):
-    """The time and the queue of a virtual world; see the top of this file."""
+    """The clock and the event queue of a virtual world; see the module docstring."""
 
     def __init__(self) -> None:
         super().__init__()
         self._eid = count(1)
         self._instant_ends = count(1)
         self.now_ns = 0
-        """The same as `now`, which is a property and read several times for a message."""
+        """The same as `now`, as a plain attribute: it is read several times for each message."""
         self.ready: deque[Callback] = deque()
         self.run_ready: Callable[[], None] = self.ready.clear
-        """Runs what is ready at this moment."""
+        """Runs the ready callbacks of this instant."""
         self.on_timer: Callable[[int], None] | None = None
-        """Called with the number of each timer whose time has come."""
+        """Called with the number of each timer that fires."""
         self._rest: _Calls | None = None
-        """What is left of the last event that is several calls."""
+        """The remaining calls of the last `WorldCall`."""
         self._tombstones = 0
         self._latest_ns = -1
-        """For when the latest event was scheduled, if it was a call of the world's."""
+        """The time of the most recently scheduled event, if that was a `WorldCall`."""
         self._latest: WorldCall | None = None
 
     def call_at(self, when_ns: int, function: Callable[..., object], *args: Any) -> None:
-        """Call the function at that time; what it raises ends the run."""
+        """Call the function at that time. An exception that it raises ends the run."""
         if when_ns != self._latest_ns:
             action = _new_world_call()
             action.function = function
@@ -154,13 +152,13 @@ class Environment(simpy.Environment):
         self._latest.more.append((function, args))
 
     def call_at_instant_end(self, function: Callable[[], object]) -> None:
-        """Call the function once nothing else is left to do in this instant."""
+        """Call the function at the end of this instant, after everything else."""
         action = _new_world_call()
         action.function, action.args, action.more = function, (), None
         heappush(self._queue, (self.now_ns, INSTANT_END, next(self._instant_ends), action))
 
     def timer(self, when_ns: int, callback: Callable[..., object], args: tuple[Any, ...], context: Context) -> Timer:
-        """A call that asyncio wants at that time."""
+        """Schedule an asyncio callback at that time."""
         timer = _new_timer()
         timer.env = self
         timer.callbacks = _TIMER_CALLBACKS  # type: ignore[assignment]
@@ -174,20 +172,17 @@ class Environment(simpy.Environment):
         return timer
 
     def schedule(self, event: simpy.Event, priority: EventPriority = NORMAL, delay: float = 0) -> None:
-        """See `simpy.Environment.schedule`."""
         if not isinstance(delay, int) and delay != inf:
             raise UsageError(f"SimPy's time is whole nanoseconds here, and an event has the delay {delay!r}")
         self._latest_ns = -1
         super().schedule(event, priority, delay)
 
     def peek(self) -> float:
-        """See `simpy.Environment.peek`."""
         if self.ready or self._rest:
             return self._now
         return max(self._now, self._queue[0][0]) if self._queue else inf
 
     def step(self) -> None:
-        """See `simpy.Environment.step`."""
         if self.ready:
             self.run_ready()
             return
@@ -223,17 +218,17 @@ class Environment(simpy.Environment):
         event.function(*event.args)
 
     def count_tombstone(self) -> None:
-        """A timer that waits here was cancelled."""
+        """Count the cancellation of a queued timer."""
         self._tombstones += 1
         if self._tombstones > _FEWEST_WORTH_SWEEPING and 2 * self._tombstones > len(self._queue):
             self._keep(lambda event: event.callbacks is not None)
 
     def drop(self, is_dropped: Callable[[Timer], bool]) -> None:
-        """Take out timers that nobody waits for any more."""
+        """Remove the matching timers from the queue."""
         self._keep(lambda event: event.callbacks is not None and not (type(event) is Timer and is_dropped(event)))
 
     def postpone(self, by_ns: int, is_concerned: Callable[[Timer], bool]) -> None:
-        """Let some timers run out that much later."""
+        """Delay the matching timers."""
         for place, (_, priority, number, event) in enumerate(self._queue):
             if type(event) is Timer and event.callbacks is not None and is_concerned(event):
                 event.deadline_ns += by_ns
@@ -241,7 +236,7 @@ class Environment(simpy.Environment):
         heapify(self._queue)
 
     def clear(self) -> None:
-        """Forget all that was to happen."""
+        """Remove all scheduled events and ready callbacks."""
         self.ready.clear()
         self._queue.clear()
         self._rest = None

@@ -1,14 +1,14 @@
-"""What a host is made of: a processor whose functions are called at once and whose time is charged, a clock, a disk.
+"""The hardware of a host: a device, a clock, and a disk.
 
-Work takes as long as the roofline says of Williams, Waterman and Patterson ("Roofline: an insightful visual performance
-model for multicore architectures", CACM 52:4, 2009): a kernel is bound either by
-arithmetic or by memory,
+The device calls functions at once and charges virtual time for them. The time follows the roofline model of
+Williams, Waterman and Patterson ("Roofline: an insightful visual performance model for multicore
+architectures", CACM 52:4, 2009): a kernel is bound either by arithmetic or by memory,
 
     T = max(FLOPs / (η_c · peak), bytes / (η_b · bandwidth)) / throttle + kernels · overhead.
 
-η_c and η_b are the parts of the data-sheet figures that real kernels reach. A fanless machine
-counts at its sustained rate from the start, because training lasts much longer than its
-heat reserve. `overhead` is paid for each kernel that is launched.
+η_c and η_b are the fractions of the data-sheet figures that real kernels reach. A fanless machine runs at its
+sustained rate from the start, because training lasts much longer than its heat reserve. `overhead` is charged
+for each kernel launch.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from hcsim.virtual.loop import VirtualLoop
 
 
 def machine_of(node: Node) -> Machine:
-    """The node's own profile, or the one it names."""
+    """Return the node's own profile, or the one that it names."""
     if isinstance(node.machine, Machine):
         return node.machine
     try:
@@ -37,7 +37,7 @@ def machine_of(node: Node) -> Machine:
 
 
 def seconds(machine: Machine, work: Work, throttle: float = 1.0) -> float:
-    """How long the work takes; `throttle` (0 to 1] is the part of its speed that the machine has left."""
+    """Return the duration of the work. `throttle` in (0, 1] is the remaining fraction of the machine's speed."""
     if not 0 < throttle <= 1:
         raise UsageError(f"a throttle of {throttle} is not in (0, 1]")
     compute_s = work.flops / (machine.efficiency_compute * machine.peak_flops)
@@ -48,11 +48,11 @@ def seconds(machine: Machine, work: Work, throttle: float = 1.0) -> float:
 
 T = TypeVar("T")
 Spoiler: TypeAlias = Callable[[memoryview], bool]
-"""May change what was computed; says whether it is done with it for good."""
+"""May change a result; returns True when it is finished and must not be called again."""
 
 
 class Pace:
-    """Time as work sees it: it passes at the machine's speed, and not at all while the machine does nothing."""
+    """A work clock: it advances at the speed of the device, and not at all while the device is stopped."""
 
     def __init__(self, loop: VirtualLoop) -> None:
         self._loop = loop
@@ -63,11 +63,11 @@ class Pace:
         self._timers: dict[asyncio.Future[None], asyncio.TimerHandle] = {}
 
     def now(self) -> float:
-        """Seconds of work at full speed that there was time for so far."""
+        """Return the time so far, in seconds of work at full speed."""
         return self._before_s + (self._loop.time() - self._since_s) * self._speed
 
     def change(self, speed: float) -> None:
-        """Go on at that part of the full speed."""
+        """Continue at this fraction of the full speed."""
         self._before_s, self._since_s = self.now(), self._loop.time()
         self._speed = speed
         for timer in self._timers.values():
@@ -77,7 +77,6 @@ class Pace:
             self._set_timer(future)
 
     async def reach(self, when_s: float) -> None:
-        """Return at that time."""
         future: asyncio.Future[None] = self._loop.create_future()
         self._waiting[future] = when_s, copy_context()
         self._set_timer(future)
@@ -110,17 +109,17 @@ class DeviceHost(Protocol):
 
 
 class VirtualDevice:
-    """One machine. Work queues up on it; so does memory traffic, on a lane of its own."""
+    """A simulated device with one queue for work and one for memory traffic."""
 
     def __init__(self, host: DeviceHost, machine: Machine) -> None:
         self._host = host
         self._machine = machine
         self._factors: list[float] = []
         self._stuck = 0
-        """How many faults keep it from finishing anything."""
+        """The number of faults that hang the device."""
         self._pace = Pace(host.loop)
         self._waited_s: float | None = None
-        """How long the function that is called has waited for something; None while none is called."""
+        """Extra waiting time of the function being called; None outside a call."""
         self._spoilers: list[Spoiler] = []
         self._busy_until_s = 0.0
         self._memory_until_s = 0.0
@@ -128,21 +127,20 @@ class VirtualDevice:
 
     @property
     def name(self) -> str:
-        """The chip; "ideal" is one that takes no time."""
+        """The chip; "ideal" takes no time."""
         return self._machine.name
 
     @property
     def torch_name(self) -> str:
-        """The simulator computes here, whatever it models."""
+        """Always "cpu": the simulator computes there, whatever it models."""
         return "cpu"
 
     @property
     def chip(self) -> Chip:
-        """As the scenario says."""
         return Chip(self._machine.name, self._machine.ram_bytes)
 
     def exercise(self, kind: Literal["matmul", "axpy"], size: int) -> Callable[[], object]:
-        """Nothing: the work's time is all that counts."""
+        """Return a function that does nothing; only the duration of the work counts."""
         return lambda: None
 
     async def run(self, work: Work, function: Callable[[], T], into: memoryview | None = None) -> T:
@@ -172,52 +170,48 @@ class VirtualDevice:
 
     @property
     def throttle(self) -> float:
-        """How much of its speed is left: 1 is all of it."""
+        """The remaining fraction of the full speed."""
         return prod(self._factors)
 
     def slow_down(self, factor: float) -> None:
-        """Go on at that part of its speed."""
         self._factors.append(factor)
         self.go_on()
 
     def recover(self, factor: float) -> None:
-        """Undo one `slow_down`."""
         self._factors.remove(factor)
         self.go_on()
 
     def hang(self) -> None:
-        """Take work and finish none of it, until as many `unhang` as there were of these."""
+        """Accept work but finish none, until each `hang` is undone by an `unhang`."""
         self._stuck += 1
         self.go_on()
 
     def unhang(self) -> None:
-        """Undo one `hang`."""
         self._stuck -= 1
         self.go_on()
 
     def wait(self, seconds: float) -> bool:
-        """Have the function that is called take so much longer; whether there is one."""
+        """Extend the function being called by this time; return whether there is one."""
         if self._waited_s is None:
             return False
         self._waited_s += seconds
         return True
 
     def stop(self) -> None:
-        """Nothing is computed until it goes on."""
+        """Stop computing until `go_on`."""
         self._pace.change(0.0)
 
     def go_on(self) -> None:
-        """At the speed that is left, unless the machine is held or the device stuck. One that is down does nothing
-        more in this life."""
+        """Continue at the remaining speed, unless the host is suspended, the device hangs, or the host is down."""
         if self._host.alive:
             self._pace.change(0.0 if self._host.pauses or self._stuck else self.throttle)
 
     def spoil(self, spoiler: Spoiler) -> None:
-        """Have something look at all results from now on, until it has done its damage."""
+        """Pass all results to a spoiler until it returns True."""
         self._spoilers.append(spoiler)
 
     def go_on_from(self, before: VirtualDevice) -> None:
-        """Be that device in the machine's next life: as slow, and as faulty."""
+        """Take over the speed and the faults of the device in the machine's previous life."""
         self._factors = list(before._factors)
         self._stuck = before._stuck
         self._pace.change(0.0 if self._stuck else self.throttle)
@@ -225,7 +219,7 @@ class VirtualDevice:
 
 
 class VirtualClock:
-    """The world's time, seen through a clock that may drift and jump."""
+    """A host's clock: the virtual time with drift and jumps."""
 
     def __init__(self, loop: VirtualLoop) -> None:
         self._loop = loop
@@ -235,25 +229,21 @@ class VirtualClock:
         self._stood_at_s: float | None = None
 
     def now(self) -> float:
-        """See `runtime.clock.Clock.now`."""
         return self._loop.time() * self._rate + self.offset_s
 
     def elapsed(self) -> float:
-        """See `runtime.clock.Clock.elapsed`."""
         return self._loop.time() * self._rate + self._elapsed_offset_s
 
     async def sleep(self, seconds: float) -> None:
-        """See `runtime.clock.Clock.sleep`."""
         await asyncio.sleep(seconds / self._rate)
 
     def timeout(self, seconds: float | None) -> Limit:
-        """See `runtime.clock.Clock.timeout`."""
         return asyncio.timeout(None if seconds is None else seconds / self._rate)
 
     # The world's side of a clock.
 
     def multiply_rate(self, factor: float) -> None:
-        """Run faster or slower from now on; what it shows does not leap."""
+        """Change the rate of the clock; its reading does not jump."""
         faster = self._rate * factor
         gained_s = self._loop.time() * (faster - self._rate)
         self.offset_s -= gained_s
@@ -261,34 +251,34 @@ class VirtualClock:
         self._rate = faster
 
     def stand_still(self) -> None:
-        """The machine sleeps: time passes, but not for what measures how long something takes."""
+        """Stop the monotonic clock, because the machine sleeps."""
         if self._stood_at_s is None:
             self._stood_at_s = self.elapsed()
 
     def go_on(self) -> None:
-        """The machine is awake again."""
+        """Continue the monotonic clock."""
         if self._stood_at_s is not None:
             self._elapsed_offset_s += self._stood_at_s - self.elapsed()
             self._stood_at_s = None
 
     def go_on_from(self, before: VirtualClock) -> None:
-        """Show what that clock shows: it is the same one, in the machine's next life."""
+        """Take over the state of the clock in the machine's previous life."""
         before.go_on()
         self._rate, self.offset_s, self._elapsed_offset_s = before._rate, before.offset_s, before._elapsed_offset_s
 
 
 class VirtualStore:
-    """A host's disk, in one of the host's lives."""
+    """A host's disk, in one life of the host."""
 
     def __init__(self, records: Mapping[str, bytes], before: VirtualStore | None = None) -> None:
         self.records = dict(records)
         self._at_start = dict(records)
         self._copies: dict[float, dict[str, bytes]] = before._copies if before is not None else {}
         self.before_saving: list[Callable[[str], None]] = before.before_saving if before is not None else []
-        """Called with the name of each record that is to be saved; what one raises is what saving comes to."""
+        """Called with the name of each record before it is saved; an exception makes the save fail."""
 
     def where(self, name: str) -> str:
-        """Nobody finds it but whoever has the world."""
+        """Return a description of the location; there is no real path."""
         return f"{name}, on a virtual disk"
 
     def load(self, name: str) -> bytes | None:
@@ -302,9 +292,9 @@ class VirtualStore:
         self.records[name] = data
 
     def keep_copy(self, as_of_s: float) -> None:
-        """Keep what is there now, for a life that will find an old state."""
+        """Keep a copy of the current records for a restart with stale state."""
         self._copies[as_of_s] = dict(self.records)
 
     def copy_of(self, as_of_s: float | None) -> dict[str, bytes]:
-        """What was there at that time, or at the start of this life."""
+        """Return the records at that time, or at the start of this life."""
         return self._at_start if as_of_s is None else self._copies[as_of_s]

@@ -1,4 +1,4 @@
-"""A host of the virtual world."""
+"""Hosts of the virtual world: connection setup, listeners, datagrams, and process limits."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ FIRST_BACKOFF_S = 0.05
 LAST_BACKOFF_S = 1.0
 FIRST_FREE_PORT = 49152
 NEXT_PLACE_S = 1.0
-"""How long one of a machine's addresses may take to answer before the next is tried."""
+"""Connection timeout of one of several addresses of a machine, before the next is tried."""
 NO_NODES: Mapping[str, str] = {"192.0.2.1": "refuse", "192.0.2.2": "silent", "192.0.2.3": "absent"}
-"""Addresses on every local network where no node is, and what a call there comes to."""
+"""Unused addresses on every local network, and the outcome of a connection attempt there."""
 NO_NODE_ANSWERS_S = 1e-3
 NO_ROUTE_S = 3.0
-"""How long a system looks for a machine on the local network that is not there."""
+"""Time until the system reports an absent machine on the local network."""
 
 
 class _CannotDial(Exception):
-    """Our own system does not make a connection; the text is its own."""
+    """The local system cannot make a connection; the text is the system's error message."""
 
 
 class Surroundings(Protocol):
@@ -80,10 +80,10 @@ class Surroundings(Protocol):
 
 
 class VirtualHost:
-    """One machine in one of its lives: its clock, processor, interfaces, ports and tasks.
+    """One machine in one of its lives: its clock, device, interfaces, ports and tasks.
 
-    A machine that is started again is another host of the same name. It has the old one's disk, clock and
-    heat; everything else is new, its random streams too."""
+    A restarted machine is another host of the same name. It keeps the disk, the clock and the throttling;
+    everything else is new, including its random streams."""
 
     def __init__(
         self,
@@ -110,43 +110,40 @@ class VirtualHost:
         self.metrics = HostMetrics()
         self.metrics.collect(self._tell_channels)
         self.leaving = asyncio.Event()
-        """Set once its program is to end in an orderly way."""
+        """Set when its program is to end in an orderly way."""
         self.alive = True
         self.system_lives = False
-        """After a crash of the program alone: its system then refuses calls."""
+        """Whether only the program has crashed; the operating system then refuses connections."""
         self.pauses = 0
-        """How many faults hold it at the moment."""
+        """The number of faults that suspend it now."""
         self.sleeps: list[tuple[tuple[str, str], ...]] = []
-        """For each time that its lid is closed at the moment, the ways from and to it that are closed with it."""
+        """The routes cut by each active sleep fault."""
         self.asleep_until_ns = 0
         self.channels: dict[VirtualChannel, None] = {}
         self.descriptor_limits: list[int] = before.descriptor_limits if before is not None else []
-        """How many connections there may be at once: the least of them counts, if there is one."""
+        """Limits on the number of connections; the smallest applies."""
         self._dialling = 0
         self._unaccepted: list[tuple[VirtualListener, VirtualChannel]] = []
-        """Connections that others made and that there is no descriptor for."""
+        """Incoming connections that wait for a free descriptor."""
         self._listeners: dict[int, VirtualListener] = {}
         self._answered: dict[str, str] = {}
-        """Where a machine with several addresses was last reached."""
+        """The address that last answered, for a machine with several addresses."""
         self._context = contextvars.copy_context()
         self._context.run(OWNER.set, self)
         self._signals: dict[str, random.Random] = {}
-        """What we draw for packets to each host: what becomes of one peer changes no other's."""
+        """A random stream per target of packets, so that the draws for one peer do not affect others."""
 
     def __repr__(self) -> str:
         return f"<host {self._name}>"
 
     @property
     def name(self) -> str:
-        """The name in the scenario."""
         return self._name
 
     def interfaces(self) -> tuple[Interface, ...]:
-        """See `runtime.host.Host.interfaces`."""
         return self._world.topology.interfaces(self._name)
 
     async def listen(self, address: str) -> VirtualListener:
-        """See `runtime.host.Host.listen`."""
         hosts, port = hosts_of(address)
         if any(host.partition("%")[0] not in (self._name, "0.0.0.0") for host in hosts):
             raise UsageError(f"{self._name} cannot listen at {address}: that is not its name")
@@ -158,7 +155,6 @@ class VirtualHost:
         return listener
 
     async def connect(self, address: str, *, timeout_s: float = CONNECT_TIMEOUT_S) -> VirtualChannel:
-        """See `runtime.host.Host.connect`."""
         places, port = hosts_of(address)
         name = places[0].partition("%")[0]
         for place in places:
@@ -190,7 +186,6 @@ class VirtualHost:
     def spawn(
         self, work: Coroutine[Any, Any, Any], *, name: str, over: Callable[[asyncio.Task[Any]], None] | None = None
     ) -> asyncio.Task[Any]:
-        """See `runtime.host.Host.spawn`."""
         if not self.alive:
             work.close()
             raise ChannelClosed(f"{self._name} has crashed and runs nothing any more")
@@ -200,29 +195,27 @@ class VirtualHost:
         return task
 
     def rng(self, *name: str | int) -> random.Random:
-        """See `runtime.host.Host.rng`."""
         return random_stream(self._world.scenario.seed, self._seeded, *name)
 
     def trace(self, kind: str, *fields: str | int | float) -> None:
-        """See `runtime.host.Host.trace`."""
         self.net.trace.record((self.loop.env.now_ns, kind, self._name, *fields))
 
     # The world's side of a host.
 
     def neighbours(self) -> tuple[VirtualHost, ...]:
-        """The other hosts that hear our broadcasts."""
+        """Return the other hosts that receive this host's broadcasts."""
         return tuple(self._world.host(name) for name in self._world.wiring.neighbours(self._name))
 
     def is_name_taken(self, name: str) -> bool:
-        """Whether a stranger announces a service of that name on a network of ours."""
+        """Return whether a foreign machine announces a service of that name on a network of this host."""
         return any(self._world.wiring.is_at_home(self._name, home) for home in self._world.spoofed.get(name, ()))
 
     def signal(self, target: ChannelHost, what: str, arrive: Callable[..., None], *args: object) -> None:
-        """Send a packet of no size; a partition or a crash swallows it."""
+        """Send a packet of zero size. A partition or a crash drops it."""
         self._post(_Packet(self, target, what, arrive, args))
 
     def cast(self, target: VirtualHost, question: bool, arrive: Callable[..., None], *args: object) -> None:
-        """The same as a datagram of the local network, to which faults may do more."""
+        """Send a datagram of the local network. Datagram faults apply, besides those of `signal`."""
         route = self._world.topology.route(self._name, target.name)
         if route is not None:
             datagram = Datagram(self._name, target.name, (route.medium, route.arrives_by), question)
@@ -266,19 +259,19 @@ class VirtualHost:
             packet.arrive(*packet.args)
 
     def hears(self, what: str) -> bool:
-        """Whether there is somebody to take such a packet: the program, or the system that refuses in its place."""
+        """Return whether such a packet is received: by the program, or by the system that refuses connections."""
         return self.alive or (self.system_lives and what == "call")
 
     def present(self, name: str) -> VirtualHost:
-        """The host of that name, in the life that it has now."""
+        """Return the host of that name in its current life."""
         return self._world.host(name)
 
     def is_silenced(self, channel: VirtualChannel) -> bool:
-        """Whether the port that the channel was made to lets nothing pass."""
+        """Return whether all traffic of the channel's port is dropped."""
         return self._world.wiring.is_silent(*channel.called)
 
     def disown(self, channel: VirtualChannel) -> None:
-        """A packet of a connection arrives that nobody here knows: the answer is a reset."""
+        """Answer a packet of an unknown connection with a reset."""
         if not self.is_silenced(channel):
             self.signal(channel.host, "reset", channel.broken, f"{self._name} does not know it any more")
 
@@ -286,20 +279,20 @@ class VirtualHost:
         self.metrics.gauge("hcsim_channels_open").set(len(self.channels))
 
     def forget(self, channel: VirtualChannel) -> None:
-        """The channel has ended."""
+        """Remove a channel that has ended."""
         self.channels.pop(channel, None)
         if self._unaccepted:
             self._unaccepted = [entry for entry in self._unaccepted if entry[1] is not channel]
             self.accept_waiting()
 
     def release(self, port: int) -> None:
-        """Nobody listens there any more."""
+        """Close the port; connections that wait there for a descriptor are reset."""
         listener = self._listeners.pop(port, None)
         for channel in [far for waited_for, far in self._unaccepted if waited_for is listener]:
             _disown(channel)
 
     def accept_waiting(self) -> None:
-        """Take connections that there is a descriptor for now."""
+        """Accept waiting connections as far as there are descriptors."""
         while self._unaccepted and not self._is_out_of_descriptors():
             listener, channel = self._unaccepted.pop(0)
             self._accept(listener, channel)
@@ -310,14 +303,14 @@ class VirtualHost:
 
     @property
     def descriptors(self) -> int:
-        """How many connections the process has, those that it tries to make included."""
+        """The number of connections of the process, including those being established."""
         return len(self.channels) - len(self._unaccepted) + self._dialling
 
     def _is_out_of_descriptors(self) -> bool:
         return bool(self.descriptor_limits) and self.descriptors >= min(self.descriptor_limits)
 
     async def _dial_one_of(self, address: str, places: Sequence[str], port: int) -> VirtualChannel | None:
-        """One attempt at every place; the one that answered last comes first, and for the last one there is time."""
+        """Try each address once, the last one that answered first. All but the last get `NEXT_PLACE_S`."""
         *others, last = sorted(places, key=lambda place: place != self._answered.get(address))
         for place in others:
             with suppress(TimeoutError, _CannotDial):
@@ -332,7 +325,7 @@ class VirtualHost:
         return channel
 
     async def _dial(self, place: str, port: int) -> VirtualChannel | None:
-        """A channel, or None when the target says no. Repeats the call while nobody answers."""
+        """Return a channel, or None when the target refuses. The request is repeated while there is no answer."""
         if self._is_out_of_descriptors():
             raise _CannotDial("Too many open files")
         self._dialling += 1
@@ -343,7 +336,7 @@ class VirtualHost:
             self.accept_waiting()
 
     async def _call_nobody(self, how: str) -> None:
-        """What comes of a call to an address where no node is."""
+        """Simulate a connection attempt to an address without a node."""
         if how == "refuse":
             await asyncio.sleep(NO_NODE_ANSWERS_S)
         elif how == "silent":
@@ -371,7 +364,7 @@ class VirtualHost:
         return call.answer.result()
 
     def called(self, call: Call) -> None:
-        """A connection request arrives here, or arrives again."""
+        """Handle a connection request or its repetition."""
         if call.given_up or not call.caller.alive:  # nobody would answer our answer
             return
         wiring = self._world.wiring
@@ -398,7 +391,7 @@ class VirtualHost:
 
 
 class _Packet(NamedTuple):
-    """Something without a size that one host sends another outside of any connection."""
+    """A packet of zero size, sent outside of any connection."""
 
     source: VirtualHost
     target: ChannelHost
@@ -407,32 +400,31 @@ class _Packet(NamedTuple):
     args: tuple[object, ...]
 
     def note(self, happened: str) -> None:
-        """Have it in the trace."""
+        """Record it in the trace."""
         source, target = self.source, self.target
         source.net.trace.record((source.loop.env.now_ns, happened, f"{source.name}→{target.name}", self.what))
 
 
 class Call:
-    """One request for a connection, however often it is repeated."""
+    """A connection request, including its repetitions."""
 
     def __init__(self, caller: VirtualHost, port: int, interface: str) -> None:
         self.caller = caller
         self.port = port
         self.interface = interface
-        """The callee's, that it goes to; empty: whichever is best."""
+        """The target interface of the callee; empty: the best one."""
         self.answer: asyncio.Future[VirtualChannel | None] = caller.loop.create_future()
         self.taken_by: VirtualHost | None = None
-        """The host that took it, in one of its lives."""
+        """The host, in one of its lives, that accepted the request."""
         self.near: VirtualChannel | None = None
         self.given_up = False
 
     def answered(self, channel: VirtualChannel | None) -> None:
-        """The answer is back."""
         if not self.given_up and not self.answer.done():
             self.answer.set_result(channel)
 
     def give_up(self) -> None:
-        """Nobody wants the connection any more: its other end, if there is one, is told, or learns it as it sends."""
+        """Abandon the connection. The peer's end is reset, or gets a reset when it sends."""
         self.given_up = True
         _disown(self.near)
 
@@ -444,7 +436,7 @@ def _disown(channel: VirtualChannel | None) -> None:
 
 
 class VirtualListener:
-    """Accepts channels at a port of a virtual host."""
+    """Accept channels at a port of a virtual host."""
 
     def __init__(self, host: VirtualHost, port: int) -> None:
         self._host = host
@@ -457,11 +449,9 @@ class VirtualListener:
 
     @property
     def address(self) -> str:
-        """`host:port`."""
         return f"{self._host.name}:{self._port}"
 
     async def accept(self) -> VirtualChannel:
-        """See `runtime.channel.Listener.accept`."""
         channel = await self._waiting.get() if self._open else None
         if channel is None:
             self._waiting.put_nowait(None)  # for the next who waits
@@ -469,7 +459,6 @@ class VirtualListener:
         return channel
 
     async def close(self) -> None:
-        """See `runtime.channel.Listener.close`."""
         if self._open:
             self._open = False
             self._host.release(self._port)
@@ -479,5 +468,4 @@ class VirtualListener:
             self._waiting.put_nowait(None)
 
     def offer(self, channel: VirtualChannel) -> None:
-        """A connection has come in."""
         self._waiting.put_nowait(channel)

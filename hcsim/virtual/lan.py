@@ -1,9 +1,8 @@
-"""The modelled broadcast domain: announcements reach every host of the same home.
+"""The modelled broadcast domain: announcements are datagrams to every host of the same home.
 
-They are datagrams. A fault is a rule that says when the copies of one arrive.
-
-A rule gives the extra delays of the copies that arrive: none when it is lost, one zero when it just passes.
-Several rules apply one after the other, to each copy. Connections know nothing of this.
+A fault adds a rule. It maps a datagram to the extra delays of its delivered copies: an empty tuple if it is
+lost, a single zero if it passes unchanged. Rules are composed: each applies to every copy that the previous one
+leaves. Connections are not affected.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ from hcsim.virtual.loop import VirtualLoop
 
 
 class Datagram(NamedTuple):
-    """One packet of the local network's announcements."""
+    """An announcement or a query on the local network."""
 
     source: str
     target: str
     media: tuple[str, str]
-    """What it leaves and arrives by."""
+    """The media at the sender and at the receiver."""
     question: bool
-    """Whether it asks who is there; otherwise it says so."""
+    """Whether it is a query; otherwise it is an announcement."""
 
 
 Rule: TypeAlias = Callable[[Datagram], tuple[float, ...]]
@@ -37,21 +36,19 @@ LOST = ()
 
 
 class Datagrams:
-    """The rules of this moment."""
+    """The active datagram rules."""
 
     def __init__(self) -> None:
         self._rules: list[Rule] = []
 
     def add(self, rule: Rule) -> None:
-        """Have a rule from now on."""
         self._rules.append(rule)
 
     def remove(self, rule: Rule) -> None:
-        """Have it no longer."""
         self._rules.remove(rule)
 
     def delays_s(self, datagram: Datagram) -> tuple[float, ...]:
-        """How much later than usual each copy of the datagram arrives."""
+        """Return the extra delay of each delivered copy of the datagram."""
         copies: tuple[float, ...] = PASSES
         for rule in self._rules:
             copies = tuple(so_far + extra for so_far in copies for extra in rule(datagram))
@@ -78,18 +75,17 @@ class LanHost(Protocol):
 
 
 class VirtualLan:
-    """One host's ear and voice on its local network.
+    """Service discovery of one host on its local network.
 
-    As with multicast DNS, an announcement is a datagram: it can be lost to a partition, it is
-    repeated once after a second, and who starts to browse asks everybody first.
-    """
+    As in multicast DNS, an announcement is a datagram: a partition can drop it, it is repeated once after a second,
+    and browsing starts with a query to all."""
 
     def __init__(self, host: LanHost, history: Sequence[Service] = ()) -> None:
         self._host = host
         self.history = list(history)
-        """All that this machine has ever announced, in earlier lives too."""
+        """All announcements of this machine, including earlier lives."""
         self._ours: dict[str, Service] = {}
-        """By the name that it was to have; it has another one where somebody else announces that."""
+        """Own services by the requested name; the announced name differs if that one was taken."""
         self._seen: dict[str, Service] = {}
         self._browsers: list[asyncio.Queue[Sighting]] = []
 
@@ -105,7 +101,7 @@ class VirtualLan:
         return announced.name
 
     def _free(self, name: str) -> str:
-        """That name, or one like it that nobody else announces."""
+        """Return this name, or a variant of it that no other host announces."""
         free, draws = name, self._host.rng("name", name)
         while self._host.is_name_taken(free):
             free = f"{name}-{draws.randbytes(3).hex()}"
@@ -133,20 +129,20 @@ class VirtualLan:
 
     @property
     def services(self) -> tuple[Service, ...]:
-        """All that we say at the moment."""
+        """The services that the host announces now."""
         return tuple(self._ours.values())
 
     def announced(self, name: str) -> Service | None:
-        """What we say under that name at the moment."""
+        """Return the service that the host announces under this name, or None."""
         return next((service for service in self._ours.values() if service.name == name), None)
 
     def answer(self, asker: LanHost) -> None:
-        """Somebody asks who is there."""
+        """Answer a query with the host's announcements."""
         for service in self._ours.values():
             self._host.cast(asker, False, asker.lan.hear, Sighting(service))
 
     def hear(self, sighting: Sighting) -> None:
-        """An announcement arrives."""
+        """Receive an announcement."""
         name = sighting.service.name
         if sighting.gone:
             if self._seen.pop(name, None) is None:

@@ -1,8 +1,8 @@
-"""Frames that are larger than the buffers between two ends.
+"""Segmented sends: frames larger than the buffers between two ends.
 
-Such a frame leaves in pieces, one behind the other, so that it comes to a stop where nobody reads it: a window's worth
-lies at the receiver then, the send buffer is full, and its sender waits. Pieces are small until the receiver is known
-to read, and few from then on. What jitter, losses and queues do, they do to the frame as a whole.
+The pieces of such a frame leave one after the other, so that the sender stalls if the receiver does not read:
+then one window lies at the receiver, the send buffer is full, and the sender waits. Pieces are small until the
+receiver is known to read, and few from then on. Jitter, loss and queueing apply to the frame as a whole.
 """
 
 from __future__ import annotations
@@ -20,14 +20,16 @@ from hcsim.virtual.network import Network
 from hcsim.virtual.stream import Message, Stream
 
 PER_WINDOW, AT_MOST = 2, 16
-"""Pieces that fill a window, while nobody is known to read them: at the rate that a window allows, the first of two is
-there before the second has left. No piece is larger than the send buffer, unless there would be too many."""
+"""Pieces per window while the receiver is not known to read, and the maximum number. With two, the first arrives
+before the second has left, at the rate that a window allows. A piece is at most as large as the send buffer,
+unless that gives too many pieces."""
 SLACK = 1 / 16
-"""How much more than a send buffer the rest may be, where somebody reads: less than that is not worth a piece."""
+"""How far the rest of a frame may exceed the send buffer when the receiver reads; a smaller excess is not worth a
+piece."""
 
 
 class Large:
-    """One such frame, as both ends know it."""
+    """The state of a large frame, shared by both ends."""
 
     __slots__ = ("context", "header", "is_read", "is_whole", "payload", "unread_bytes")
 
@@ -35,15 +37,15 @@ class Large:
         self.header = header
         self.payload = payload
         self.is_read = False
-        """It has its place, and goes there as it comes."""
+        """Whether the frame has its place and is read as it arrives."""
         self.context: Context
-        """Whose it is to read."""
+        """The context of the reading task."""
         self.is_whole = False
-        """All of it has come."""
+        """Whether all of it has arrived."""
         self.unread_bytes = 0
 
     def take(self) -> int:
-        """How much of what has come is read only now."""
+        """Return the number of arrived bytes that become read now."""
         taken, self.unread_bytes = self.unread_bytes, 0
         return taken
 
@@ -74,7 +76,7 @@ class End(Protocol):
 
 
 class Departure:
-    """A large frame on its way out of one end."""
+    """The send of a large frame."""
 
     __slots__ = (
         "_context", "_far", "_fills", "_frame", "_is_over", "_loop", "_near", "_out", "_part_bytes", "_piece", "_tcp",
@@ -91,19 +93,20 @@ class Departure:
         self._context = copy_context()
         self._waiter: asyncio.Future[None] | None = None
         self._piece: Message | None = None
-        """The last one, as long as it is here."""
+        """The last piece, while it is in the local queue."""
         self._fills = True
-        """It takes its part of the window when it leaves, because nobody may read it when it comes."""
+        """Whether the piece counts in the window when it leaves, because the receiver may not read it on arrival."""
         self._is_over = False
         self.unsent_bytes = HEADER_BYTES + frame.header.length
-        """What is not in the queue yet."""
+        """Bytes that are not in the queue yet."""
 
     def __repr__(self) -> str:
         unread = "" if self._frame.is_read else " that nobody reads"
         return f"<frame of {HEADER_BYTES + self._frame.header.length} bytes over {self._out.name}{unread}>"
 
     async def until_over(self) -> None:
-        """Wait until the send buffer holds the rest, or the channel has ended. Cancelled, it waits a moment longer."""
+        """Wait until the rest is in the send buffer or the channel has ended. A cancelled wait allows a short grace
+        period."""
         try:
             await self._until_over()
         except asyncio.CancelledError:
@@ -118,14 +121,13 @@ class Departure:
             await self._waiter
 
     def end(self) -> None:
-        """Nothing more follows."""
         self._is_over = True
         self._count()
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
     def left(self) -> None:
-        """The head of the queue has left: if it was our last piece, the next follows at once."""
+        """Handle that the head of the queue has left; after the last piece, the next follows at once."""
         if self._out.queue[0] is self._piece:
             self._count()
             if self._loop.is_frozen(self._near.host):
@@ -134,13 +136,13 @@ class Departure:
                 self.go_on()
 
     def _count(self) -> None:
-        """Our last piece has left, or nobody will tell us when it does."""
+        """Count the last piece in the window: it has left, or its leaving will not be reported."""
         if self._piece is not None and self._fills:
             self._out.outstanding += self._piece.size_bytes
         self._piece = None
 
     def go_on(self) -> None:
-        """Send a piece, or all that is left where the send buffer has room for it."""
+        """Send a piece, or all of the rest if the send buffer has room for it."""
         if self._is_over:
             return
         frame, tcp, far, out = self._frame, self._tcp, self._far, self._out

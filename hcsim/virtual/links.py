@@ -1,20 +1,20 @@
-"""What lies between two hosts: media become resources, routes become paths.
+"""Network model: media become resources, routes become paths.
 
-A resource is something that flows share: one direction of a network card, an access point's
-air time, one direction of a cable, a home's uplink. A path lists what one byte per second
-takes of each, so the sharing model needs to know nothing about media.
+A resource is a shared capacity: one direction of a network card, the air time of an access point, one direction
+of a cable, the uplink of a home. A path lists what one byte per second takes of each resource, so the sharing
+model is independent of the media.
 
-- Switched Ethernet: one egress and one ingress resource per card; the switch is not a limit. A card of
-  infinite rate has neither: only latency is left.
-- Wi-Fi: air time, capacity 1 per access point. A byte costs 1/R of a station with goodput R;
-  from station to station it crosses the air twice.
-- Thunderbolt: two directional resources per cable; a host that forwards for others has a
-  forwarding resource. A bridge with a cycle follows its spanning tree.
+- Switched Ethernet: one egress and one ingress resource per card; the switch is not a limit. A card of infinite
+  rate has neither: only latency remains.
+- Wi-Fi: air time, capacity 1 per access point. A byte costs 1/R of a station with goodput R; from station to
+  station it crosses the air twice.
+- Thunderbolt: two directional resources per cable; a host that forwards for others has a forwarding resource. A
+  bridge with a cycle follows its spanning tree.
 - WAN: an uplink and a downlink per home; homes meet in the core.
 
-Goodput of a wire is line rate × (MTU − headers)/(MTU + framing). Media of one home are bridged
-by its router, Thunderbolt is not. Among several routes the one with the highest rate wins, or, as on
-a Mac with its service order, the first of the sender's links that leads there.
+The goodput of a wire is line rate × (MTU − headers)/(MTU + framing). The router bridges the media of a home,
+except Thunderbolt. Among several routes the one with the highest rate wins, or, as on a Mac with its service
+order, the first of the sender's links that leads there.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ if TYPE_CHECKING:
 
 LOOPBACK_LATENCY_S = 10e-6
 BRIDGE = "bridge0"
-"""The interface that all of a host's Thunderbolt cables belong to, as macOS calls it."""
+"""The interface of all Thunderbolt cables of a host, as macOS calls it."""
 
 
 @dataclass(frozen=True)
 class Hop:
-    """One medium crossed in one direction: what a byte takes of which resource, and how long."""
+    """One medium crossed in one direction: the resource use per byte, and the latency."""
 
     uses: tuple[tuple[Resource, float], ...]
     latency_s: float
@@ -48,9 +48,9 @@ class Hop:
     mtu: int = 1500
     rate_bytes_ps: float = inf
     weight: float | None = None
-    """Where stations share air: this one's part of it. A wire has no say in how the air is shared."""
+    """The station's weight where stations share air; None for a wire, which does not influence the sharing."""
     queue: tuple[Resource, float] | None = None
-    """A resource whose full buffer delays everything behind it, and the buffer's size in bytes."""
+    """A resource whose full buffer delays everything behind it, and the size of that buffer in bytes."""
 
 
 @dataclass(frozen=True)
@@ -59,27 +59,27 @@ class Path:
 
     hops: tuple[Hop, ...]
     medium: str = ""
-    """What it leaves the sender by."""
+    """The medium at the sender."""
     arrives_by: str = ""
-    """What it comes to the receiver by."""
+    """The medium at the receiver."""
     interface: str = ""
-    """The receiver's, that it comes to."""
+    """The target interface of the receiver."""
     cap_bytes_ps: float = inf
-    """What its two hosts can do for one stream, however fast the hops are."""
+    """The limit of the two hosts for one stream, however fast the hops are."""
 
     @property
     def latency_s(self) -> float:
-        """One way, without queueing."""
+        """The one-way latency without queueing."""
         return sum(hop.latency_s for hop in self.hops)
 
     @property
     def jitter_s(self) -> float:
-        """Mean of the extra delay."""
+        """The mean of the extra delay."""
         return sum(hop.jitter_s for hop in self.hops)
 
     @property
     def loss(self) -> float:
-        """Probability that a packet is lost somewhere on the way."""
+        """The probability that a packet is lost on the way."""
         kept = 1.0
         for hop in self.hops:
             kept *= 1.0 - hop.loss
@@ -87,14 +87,16 @@ class Path:
 
     @property
     def mtu(self) -> int:
-        """The smallest on the way."""
+        """The smallest MTU on the way."""
         return min((hop.mtu for hop in self.hops), default=65535)
 
     @property
     def rate_bytes_ps(self) -> float:
-        """What it could carry alone. Hops that share a resource take turns there: two of one air have half of it each.
+        """The capacity of the path without competing traffic. Hops that share a resource take turns: two hops in the
+        same
+        air have half of it each.
 
-        It follows from what the hops can carry, not from what a resource has now: a shut gate is no slow link."""
+        It follows from the nominal capacities, not from the current ones: a closed gate does not make a link slow."""
         slowest = inf
         so_far: dict[str, float] = {}
         for hop in self.hops:
@@ -108,18 +110,19 @@ class Path:
 
     @property
     def weight(self) -> float:
-        """Its share where it competes. Between two stations it is the slower one's: that one has as much air time as
-        any other station, and the faster one what it needs to keep up."""
+        """Its weight in the sharing. Between two stations it is that of the slower one, which gets as much air time as
+        any
+        other station; the faster one gets what it needs to keep up."""
         return min((hop.weight for hop in self.hops if hop.weight is not None), default=1.0)
 
     @property
     def uses(self) -> tuple[tuple[Resource, float], ...]:
-        """What a byte takes, all hops together."""
+        """The resource use per byte of all hops together."""
         return tuple(use for hop in self.hops for use in hop.uses)
 
 
 def merged(*parts: tuple[tuple[tuple[Resource, float], ...], float]) -> tuple[tuple[Resource, float], ...]:
-    """Add up uses, each part scaled by its factor; a resource appears once, in order of first use."""
+    """Add up uses, each part scaled by its factor. A resource appears once, in order of first use."""
     total: dict[str, tuple[Resource, float]] = {}
     for uses, factor in parts:
         for resource, share in uses:
@@ -130,7 +133,7 @@ def merged(*parts: tuple[tuple[tuple[Resource, float], ...], float]) -> tuple[tu
 
 @dataclass
 class _Port:
-    """One host's attachment to a shared medium: the hop onto it and the hop off it."""
+    """The attachment of one host to a shared medium: the hop onto it and the hop off it."""
 
     medium: Ethernet | Wifi
     out: Hop
@@ -139,11 +142,11 @@ class _Port:
 
 @dataclass
 class Topology:
-    """All resources of a scenario, and the paths over them."""
+    """The resources of a scenario and the paths over them."""
 
     scenario: Scenario
     resources: dict[str, Resource] = field(default_factory=dict)
-    """By name; those of an earlier topology are used again."""
+    """Resources by name; those of an earlier topology are reused."""
 
     def __post_init__(self) -> None:
         self.capacities: dict[str, float] = {}
@@ -151,7 +154,7 @@ class Topology:
         self._service_order = {node.name: [link.medium for link in node.links] for node in self.scenario.nodes}
         self._caps = {node.name: node.cap_bps / 8 for node in self.scenario.nodes if node.cap_bps is not None}
         self._cables: dict[str, nx.Graph] = {}
-        """Of each Thunderbolt medium, the cables that its bridge uses. A host does not forward from one to another."""
+        """The cables in the spanning tree of each Thunderbolt bridge. A host does not forward between two media."""
         self._routes: dict[tuple[str, str, tuple[str, str] | None], Path | None] = {}
         media = {medium.name: medium for medium in self.scenario.media}
         for node in self.scenario.nodes:
@@ -167,22 +170,22 @@ class Topology:
                 self._cables[medium.name] = self._thunderbolt(medium)
 
     def path(self, source: str, target: str) -> Path:
-        """The best route; `ConfigError` where there is none."""
+        """Return the best route; raise `ConfigError` if there is none."""
         path = self.route(source, target)
         if path is None:
             raise ConfigError(f"there is no route from {source} to {target}: they share no medium, home or WAN")
         return path
 
     def route(self, source: str, target: str, over: tuple[str, str] | None = None) -> Path | None:
-        """The best route, if there is one; `over` says by which media it has to leave and to arrive, or, after an
-        empty word, to which of the receiver's interfaces it has to lead."""
+        """Return the best route, or None. `over` gives the media at the sender and at the receiver; if its first part
+        is
+        empty, the second is an interface of the receiver."""
         key = (source, target, over)
         if key not in self._routes:
             self._routes[key] = self._find(source, target, over)
         return self._routes[key]
 
     def interfaces(self, name: str) -> tuple[Interface, ...]:
-        """What a host is attached to."""
         found = [
             _interface(name, port.medium.name, _medium(port.medium), port.out.rate_bytes_ps * 8)
             for port in self._ports[name]
@@ -194,7 +197,7 @@ class Topology:
         return fastest_first(found)
 
     def resource(self, name: str, capacity: float) -> Resource:
-        """The resource of that name, and the capacity that it is to have."""
+        """Return the resource of that name, with this capacity."""
         self.capacities[name] = capacity
         if name not in self.resources:
             self.resources[name] = Resource(name, capacity)
@@ -300,7 +303,7 @@ class Topology:
 
 
 def _latency_and_loss(medium: Ethernet | Wifi, link: Attachment) -> tuple[float, float]:
-    """The link's own, or else its medium's."""
+    """Return the values of the link, or else those of its medium."""
     return (
         medium.latency_s if link.latency_s is None else link.latency_s,
         medium.loss if link.loss is None else link.loss,
@@ -308,19 +311,19 @@ def _latency_and_loss(medium: Ethernet | Wifi, link: Attachment) -> tuple[float,
 
 
 def half(loss: float) -> float:
-    """The loss of one end of a link whose two ends together lose `loss`."""
+    """Return the loss of one end of a link whose two ends together lose `loss`."""
     return float(1.0 - (1.0 - loss) ** 0.5)
 
 
 def goodput_bytes_ps(rate_bps: float, mtu: int, tcp: Tcp) -> float:
-    """What a wire carries for us, in bytes per second: its line rate less the headers."""
+    """Return the goodput of a wire in bytes per second: its line rate less the headers."""
     if not tcp.headers:
         return rate_bps / 8
     return rate_bps / 8 * (mtu - tcp.header_bytes) / (mtu + tcp.framing_bytes)
 
 
 def _name(*parts: str) -> str:
-    """What a resource is called. A part with a dot of its own is quoted, so that no two resources have one name."""
+    """Return the name of a resource. A part that contains a dot is quoted, so that names are unique."""
     return ".".join(f'"{part}"' if "." in part else part for part in parts)
 
 

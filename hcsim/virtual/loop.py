@@ -1,17 +1,17 @@
-"""An asyncio event loop whose clock is SimPy's.
+"""An asyncio event loop driven by the SimPy clock.
 
-Tasks, futures, cancellation, `TaskGroup`, `timeout` and `Queue` are asyncio's own code; only
-what lies below them is replaced: time, the queue of ready callbacks and the timers. Time is
-SimPy's, in whole nanoseconds, and moves only when nothing is ready.
+Tasks, futures, cancellation, `TaskGroup`, `timeout` and `Queue` are asyncio's own code. Only the layer below is
+replaced: time, the queue of ready callbacks, and the timers. Time is SimPy's, in whole nanoseconds, and
+advances only when nothing is ready.
 
 Order. Ready callbacks run first in, first out. When none is left, SimPy processes one event
-(`hcsim.virtual.environment`: timers, deliveries, work and faults are events too), and what that
-made ready runs before the next one. Events of one time are processed in the order in which they
-were scheduled. So a run depends on nothing but the program.
+(`hcsim.virtual.environment`: timers, deliveries, work and faults are events too); the callbacks that it made
+ready run before the next one. Events of one time are processed in the order in which they were scheduled. A run
+therefore depends on the program only.
 
-Owners. A callback belongs to the host that `OWNER` names in its context. A frozen host's
-callbacks are held back; a discarded host's (it crashed) are held back for good, so that not
-even a `finally` of its coroutines runs before the world is torn down.
+Owners. A callback belongs to the host that `OWNER` names in its context. Callbacks of a frozen host are held
+back. Those of a discarded host (after a crash) are held back for good, so that not even a `finally` of its
+coroutines runs before teardown.
 """
 
 from __future__ import annotations
@@ -56,34 +56,32 @@ _ABSENT: Any = _refuse
 
 
 class PlainLoop(asyncio.AbstractEventLoop):
-    """Handles errors as asyncio's loops do, and refuses what the virtual world lacks."""
+    """An event loop base: handles errors as asyncio does, and rejects what the virtual world does not support."""
 
     def __init__(self) -> None:
         self._exception_handler: ExceptionHandler | None = None
 
     get_debug: Any = bool
-    """Whether asyncio's debug mode is on. Every future asks when it is made, and a method takes five times as long."""
+    """Return whether asyncio's debug mode is on. It is called for every new future, and a method takes five times as
+    long."""
 
     def set_debug(self, enabled: bool) -> None:
-        """Turn asyncio's debug mode on or off: futures then remember where they were made."""
+        """Turn asyncio's debug mode on or off; in debug mode, futures record where they were created."""
         self.get_debug = partial(bool, enabled)
 
     # Errors that no task receives.
 
     def get_exception_handler(self) -> ExceptionHandler | None:
-        """The handler that was set."""
         return self._exception_handler
 
     def set_exception_handler(self, handler: ExceptionHandler | None) -> None:
-        """Handle such errors in another way than by logging them."""
         self._exception_handler = handler
 
     def default_exception_handler(self, context: dict[str, Any]) -> None:
-        """Log the error."""
         _log.error("%s", context.get("message", "an error that no task receives"), exc_info=context.get("exception"))
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
-        """Hand an error that no task receives to the handler, as asyncio does; an interrupt has its own way out."""
+        """Pass an unhandled error to the handler, as asyncio does. Interrupts are raised elsewhere."""
         if isinstance(context.get("exception"), KeyboardInterrupt | SystemExit):
             return
         if self._exception_handler is None:
@@ -110,25 +108,24 @@ T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
 OWNER: ContextVar[object] = ContextVar("OWNER", default=None)
-"""The host that the running code belongs to; None is the world itself."""
+"""The host that the running code belongs to; None for the simulator itself."""
 
 _NEVER_NS = cast(int, math.inf)  # As SimPy says when it has no event: such a timer is no reason to go on.
 _CLOSED = "the virtual loop is closed"
 
 
 class VirtualLoop(PlainLoop):
-    """Runs coroutines in SimPy's time, beside plain SimPy processes; see the top of this file."""
+    """The asyncio event loop of a virtual world; see the module docstring."""
 
     def __init__(self) -> None:
         super().__init__()
         self.env = Environment()
-        """SimPy's: its time, and all that is to happen."""
         self.env.run_ready = self._step
         self._ready = self.env.ready
         self._held: dict[object, deque[Callback]] = {}
         self._discarded: list[object] = []
         self._ends = False
-        """Whether the world is being torn down: nothing is held back any more."""
+        """Whether the world is being torn down; then no callbacks are held back."""
         # The loop keeps its unfinished tasks alive: one that were collected while it waits would run
         # its `finally` blocks whenever the garbage collector pleases. The value is the task's owner.
         self._tasks: dict[asyncio.Task[Any], object] = {}
@@ -139,13 +136,13 @@ class VirtualLoop(PlainLoop):
     # Time and callbacks.
 
     def time(self) -> float:
-        """The world's time in seconds."""
+        """Return the virtual time in seconds."""
         return self.env.now_ns / 1e9
 
     def call_soon(
         self, callback: Callable[[Unpack[Ts]], object], *args: *Ts, context: Context | None = None
     ) -> asyncio.Handle:
-        """Run the callback in this instant, after what is ready already."""
+        """Run the callback in this instant, after those already ready."""
         if self._closed:
             raise RuntimeError(_CLOSED)
         handle = new_callback()
@@ -158,14 +155,14 @@ class VirtualLoop(PlainLoop):
     def call_later(
         self, delay: float, callback: Callable[[Unpack[Ts]], object], *args: *Ts, context: Context | None = None
     ) -> Callback:
-        """Run the callback after that many seconds; any delay above zero takes a nanosecond at least."""
+        """Run the callback after this many seconds. A positive delay takes at least one nanosecond."""
         deadline_ns = self.env.now_ns + (_nanoseconds(delay) or 1) if delay > 0 else self.env.now_ns
         return self._set_timer(deadline_ns, callback, args, copy_context() if context is None else context)
 
     def call_at(
         self, when: float, callback: Callable[[Unpack[Ts]], object], *args: *Ts, context: Context | None = None
     ) -> Callback:
-        """Run the callback at that time in seconds; a time that has passed is now."""
+        """Run the callback at that time in seconds, or now if it has passed."""
         return self._set_timer(_nanoseconds(when), callback, args, copy_context() if context is None else context)
 
     def _set_timer(
@@ -178,7 +175,6 @@ class VirtualLoop(PlainLoop):
     # Futures, tasks and SimPy's events.
 
     def create_future(self) -> asyncio.Future[Any]:
-        """A future of this loop."""
         return Future(loop=self)
 
     def create_task(
@@ -189,7 +185,7 @@ class VirtualLoop(PlainLoop):
         context: Context | None = None,
         **kwargs: Any,
     ) -> asyncio.Task[T]:
-        """Run a coroutine as a task. Without a name it is numbered within this loop, the same in every run."""
+        """Run a coroutine as a task. An unnamed task gets a number of this loop, the same in every run."""
         if self._closed:
             raise RuntimeError(_CLOSED)
         self._tasks_made = number = self._tasks_made + 1
@@ -201,11 +197,12 @@ class VirtualLoop(PlainLoop):
         return task
 
     def tasks_of(self, owner: object) -> int:
-        """How many unfinished tasks it has."""
         return sum(each is owner for each in self._tasks.values())
 
     def event(self, event: simpy.Event) -> asyncio.Future[Any]:
-        """A future with a SimPy event's value or failure. Cancelled, it leaves the event, or a resource's queue."""
+        """Return a future with the value or failure of a SimPy event.
+
+        A cancelled future stops waiting for the event, and leaves the queue of a SimPy resource."""
         future = self.create_future()
 
         def deliver(event: simpy.Event) -> None:
@@ -233,30 +230,29 @@ class VirtualLoop(PlainLoop):
     # Owners.
 
     def freeze(self, owner: object) -> None:
-        """Hold back every callback of this owner, ready or from timers, until it is thawed; not in the tearing down."""
+        """Hold back every callback of this owner, including timers, until it is thawed. No effect during teardown."""
         if owner is None:
             raise UsageError("the world itself cannot be frozen")
         if not self._ends:
             self._held.setdefault(owner, deque())
 
     def is_frozen(self, owner: object) -> bool:
-        """Whether this owner's callbacks are held back."""
         return owner in self._held
 
     def thaw(self, owner: object) -> None:
-        """Let the owner go on: what was held back is ready now, in its order. A discarded owner stays dead."""
+        """Release the held callbacks of this owner, in order. A discarded owner stays frozen."""
         if owner not in self._discarded:
             # In front, because callbacks of this owner that are ready already came later.
             self._ready.extendleft(reversed(self._held.pop(owner, ())))
 
     def discard(self, owner: object) -> None:
-        """End this owner as a crash does: its code runs no further line until the world is torn down."""
+        """Stop this owner as a crash does: its code does not run again until teardown."""
         self.freeze(owner)
         self._discarded.append(owner)
         self.env.drop(lambda timer: timer.context.get(OWNER) is owner)
 
     def postpone(self, owner: object, by_ns: int) -> None:
-        """Let all timers of this owner run out that much later."""
+        """Delay all timers of this owner."""
         self.env.postpone(by_ns, lambda timer: timer.context.get(OWNER) is owner)
 
     def _is_held(self, handle: Callback) -> bool:
@@ -269,7 +265,7 @@ class VirtualLoop(PlainLoop):
     # Running.
 
     def run_until_complete(self, future: Generator[Any, None, T] | Awaitable[T]) -> T:
-        """Run the world until the future is done; raise `Deadlock` when that cannot happen any more."""
+        """Run the world until the future is done; raise `Deadlock` if no event is left."""
         if self._closed:
             raise RuntimeError(_CLOSED)
         if asyncio._get_running_loop() is not None:
@@ -287,7 +283,6 @@ class VirtualLoop(PlainLoop):
 
     @contextmanager
     def _running(self) -> Iterator[None]:
-        """Be the loop that runs, as coroutines see it."""
         hooks = sys.get_asyncgen_hooks()
         sys.set_asyncgen_hooks(firstiter=self._note_asyncgen, finalizer=self._close_asyncgen)
         asyncio._set_running_loop(self)
@@ -298,7 +293,8 @@ class VirtualLoop(PlainLoop):
             sys.set_asyncgen_hooks(*hooks)
 
     def run_to_end(self, main: Coroutine[Any, Any, T]) -> T:
-        """Run the coroutine, then tear the world down: cancel what is left, discarded owners too, and close."""
+        """Run the coroutine, then tear the world down: cancel all remaining tasks, including those of discarded owners,
+        and close the loop."""
         try:
             result = self.run_until_complete(main)
         except BaseException as error:
@@ -344,7 +340,7 @@ class VirtualLoop(PlainLoop):
             raise Deadlock(describe(self._waiting(), self._held.__contains__)) from None
 
     def _step(self) -> None:
-        """Run what is ready, for a caller of `env.step` who is outside of this loop, too."""
+        """Run the ready callbacks, also for a caller of `env.step` outside of this loop."""
         if asyncio._get_running_loop() is self:
             self._run_ready()
             return
@@ -352,7 +348,9 @@ class VirtualLoop(PlainLoop):
             self._run_ready()
 
     def _run_ready(self) -> None:
-        """Run what is ready. What that makes ready waits for the next round, so that the end is noticed."""
+        """Run the ready callbacks. Those that become ready meanwhile wait for the next call, so that the caller can
+        stop
+        in between."""
         ready = self._ready
         for _ in range(len(ready)):
             handle = ready.popleft()
@@ -374,15 +372,13 @@ class VirtualLoop(PlainLoop):
         return {task: owner for task, owner in alive if not task.done()}
 
     def is_running(self) -> bool:
-        """Whether this loop is the one that runs."""
         return asyncio._get_running_loop() is self
 
     def is_closed(self) -> bool:
-        """Whether `close` was called."""
         return self._closed
 
     def close(self) -> None:
-        """Drop all callbacks and timers; the loop cannot be used again."""
+        """Drop all callbacks and timers. A closed loop cannot be used again."""
         if self.is_running():
             raise RuntimeError("a running loop cannot be closed")
         self._closed = True
@@ -399,7 +395,7 @@ class VirtualLoop(PlainLoop):
             self.call_soon(self.create_task, generator.aclose())
 
     async def shutdown_asyncgens(self) -> None:
-        """Close the asynchronous generators that were started and not finished."""
+        """Close the asynchronous generators that have started and not finished."""
         generators = tuple(self._asyncgens)
         self._asyncgens.clear()
         results = await asyncio.gather(*(generator.aclose() for generator in generators), return_exceptions=True)
@@ -409,11 +405,11 @@ class VirtualLoop(PlainLoop):
                 self.call_exception_handler({"message": message, "exception": result, "asyncgen": generator})
 
     async def shutdown_default_executor(self, timeout: float | None = None) -> None:
-        """Nothing to do: there are no threads here."""
+        """Do nothing: there are no threads."""
 
 
 def _take_back(event: Get[Any] | Put[Any]) -> None:
-    """Nobody wants the event any more: what it was granted meanwhile goes back."""
+    """Cancel the request, or return what it was granted meanwhile."""
     if not event.triggered:
         event.cancel()
     elif isinstance(event, Request):
@@ -426,7 +422,8 @@ def _take_back(event: Get[Any] | Put[Any]) -> None:
 
 
 def _nanoseconds(seconds: float) -> int:
-    """Rounded up, so that nothing runs early. A tenth is forgiven, because 0.1 + 0.2 is more than 0.3."""
+    """Return whole nanoseconds, rounded up so that nothing runs early. A fraction of up to 0.1 ns is dropped, because
+    0.1 + 0.2 is more than 0.3."""
     try:
         return int(seconds * 1e9 + 0.9)
     except OverflowError:
@@ -434,7 +431,9 @@ def _nanoseconds(seconds: float) -> int:
 
 
 class NumberedTask(asyncio.Task[T]):
-    """A task that hashes as its number: `TaskGroup` cancels in the order of a set, which is else that of addresses."""
+    """A task whose hash is its number.
+
+    `TaskGroup` cancels its tasks in the order of a set, which would otherwise depend on addresses."""
 
     __slots__ = ("_number",)
 

@@ -1,6 +1,6 @@
-"""The fluid network: streams that share resources, each at its weighted max-min fair rate.
+"""The fluid network model: streams share resources, each at its weighted max-min fair rate.
 
-Rates are computed once per instant in which anything changed, when all else in it has happened.
+Rates are computed at most once per instant, at its end, if anything has changed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Sender(Protocol):
 
 
 class Network:
-    """All streams, and the resources between them."""
+    """All streams and the resources between them."""
 
     def __init__(self, env: Environment, tcp: Tcp, seed: int, trace: Trace) -> None:
         self.env = env
@@ -49,7 +49,7 @@ class Network:
         self._closed: dict[str, int] = {}
         self._at_opening: dict[str, list[Callable[[], None]]] = {}
         self.on_end: Callable[[Sender], None] | None = None
-        """Called with each stream that has ended for good."""
+        """Called with each stream that has ended."""
 
     def add(self, stream: Sender) -> int:
         """Take a new stream in; the number that it has from now on."""
@@ -58,7 +58,6 @@ class Network:
         return self._numbers
 
     def start(self, stream: Sender) -> None:
-        """The stream wants its share."""
         assert stream.flow is not None
         self._started[stream.flow.id] = stream
         self.sharing.start(stream.flow)
@@ -66,24 +65,22 @@ class Network:
             self._touch()
 
     def stop(self, flow: Flow) -> None:
-        """The flow gives its share back."""
         self._started.pop(flow.id, None)
         self.sharing.stop(flow)
         if not self._settling:
             self._touch()
 
     def bound(self, flow: Flow, bytes_ps: float) -> None:
-        """The flow may not go faster than that."""
         self.sharing.set_bound(flow, bytes_ps)
         self._touch()
 
     def burst_bytes(self, resource: Resource, besides: Flow | None) -> float:
-        """What other flows have sent through the resource since each was last idle."""
+        """Return the bytes that other flows have sent through the resource since each was last idle."""
         others = [(flow, amount) for flow, amount in resource.flows.values() if flow is not besides]
         return sum(amount * self.streams[flow.id].burst_bytes for flow, amount in others if flow.id in self.streams)
 
     def forget(self, stream: Sender) -> None:
-        """The stream has ended for good."""
+        """Remove a stream that has ended."""
         if self.streams.pop(stream.number, None) is None:
             return
         if stream.flow is not None:
@@ -92,21 +89,20 @@ class Network:
             self.on_end(stream)
 
     def capacity(self, resource: Resource, capacity: float) -> None:
-        """The resource has that capacity from now on (while nothing shuts it)."""
+        """Set the capacity of the resource, effective while it is not shut."""
         self._nominal[resource.name] = capacity
         if not self._closed.get(resource.name):
             self.sharing.set_capacity(resource, capacity)
             self._touch()
 
     def shut(self, resource: Resource) -> None:
-        """Nothing passes through the resource until it is opened as often as it was shut."""
+        """Block the resource until each `shut` is undone by an `open`."""
         self._nominal.setdefault(resource.name, resource.capacity)
         self._closed[resource.name] = self._closed.get(resource.name, 0) + 1
         self.sharing.set_capacity(resource, 0.0)
         self._touch()
 
     def open(self, resource: Resource) -> None:
-        """Undo one `shut`."""
         self._closed[resource.name] -= 1
         if not self._closed[resource.name]:
             self.sharing.set_capacity(resource, self._nominal[resource.name])
@@ -115,7 +111,7 @@ class Network:
                 act()
 
     def waits(self, path: Path, act: Callable[[], None]) -> bool:
-        """Whether something on the path is shut; then `act` is called once it is open again."""
+        """Return whether a resource on the path is shut; if so, `act` is called once it is open."""
         for resource, _ in path.uses:
             if self._closed.get(resource.name):
                 self._at_opening.setdefault(resource.name, []).append(act)
@@ -128,7 +124,7 @@ class Network:
             self.env.call_at_instant_end(self._settle)
 
     def _settle(self) -> None:
-        """Once per instant: share anew, and tell the streams whose rate is new to them."""
+        """Recompute the shares and notify the streams whose rate has changed."""
         self._settling = False
         streams, started = self.streams, self._started
         for flow in self.sharing.solve():
@@ -144,11 +140,10 @@ class Network:
 
 
 class Gate:
-    """Wi-Fi's hiccup: now and then the medium closes for a moment, then flushes.
+    """Wi-Fi stalls: from time to time the medium closes for a moment, then flushes.
 
-    It draws its moments from its own stream, and sets a timer only while somebody transmits, so
-    that an idle network has nothing left to do.
-    """
+    The times come from the gate's own random stream. A timer is set only while a station transmits, so an idle
+    network has no events."""
 
     def __init__(self, net: Network, air: Resource, wifi: Wifi) -> None:
         self._net = net
@@ -161,7 +156,7 @@ class Gate:
         self._draw()
 
     def watch(self) -> None:
-        """Somebody starts to transmit."""
+        """Schedule the next stall: a station starts to transmit."""
         if self._armed:
             return
         now = self._env.now_ns

@@ -55,20 +55,20 @@ from operator import attrgetter
 from hcsim.errors import UsageError
 
 TOLERANCE = 1e-12
-"""Relative; what differs by less is equal. Well above the rounding of a sum over a thousand flows
+"""The relative tolerance of comparisons. It is well above the rounding error of a sum over a thousand flows
 (1e-13), and far below a nanosecond in a transfer of minutes."""
 
 FEW = 8
-"""Up to here rounds are quicker than a heap, or as quick (measured)."""
+"""Up to this number of flows, rounds are at least as fast as a heap (measured)."""
 
 PATIENCE = 4
-"""Repairs per flow of the region before it is filled as a whole. One or two is usual."""
+"""Repairs per flow of the region before the region is filled as a whole. One or two are usual."""
 
 _by_id = attrgetter("id")
 
 
 class Resource:
-    """Something with a capacity: one direction of a wire, the air around an access point."""
+    """A shared capacity: one direction of a wire, or the air time of an access point."""
 
     __slots__ = (
         "capacity", "demand", "fixed", "flows", "level", "load", "members", "name", "stale", "tight"
@@ -82,23 +82,23 @@ class Resource:
         self.flows: dict[int, tuple[Flow, float]] = {}
         self.load = 0.0
         self.level = inf
-        """The level at which it holds flows back; infinite where it surely holds none."""
+        """The level at which it limits flows; infinite where it certainly limits none."""
         self.stale = False
         self.members: list[Flow] = []
         """All flows that were ever started through it."""
         self.demand = 0.0
-        """What its members would take if each went as fast as its other resources ever allow."""
+        """The rate its members would take if each were limited only by its other resources."""
         self.tight = False
-        """Whether it could be full; a resource that is not tight takes no part in the filling."""
+        """Whether it may saturate; a loose resource takes no part in the filling."""
         self.fixed = True
-        """Whether its capacity never changed."""
+        """Whether its capacity has never changed."""
 
     def __repr__(self) -> str:
         return f"Resource({self.name!r}, {self.capacity!r})"
 
 
 class Flow:
-    """One stream's claim to a share. One unit of its rate takes `amount` of each (resource, amount) it uses."""
+    """The claim of one stream to a share. A unit of its rate takes `amount` of each (resource, amount) in use."""
 
     __slots__ = (
         "alone", "bound", "id", "inside", "level", "limit", "noted", "open", "previous", "rate", "resting", "settled",
@@ -116,28 +116,28 @@ class Flow:
         self.id = id
         self.uses = tuple(amounts.items())
         self.tight: tuple[tuple[Resource, float], ...] = ()
-        """Those of its uses that could ever be full."""
+        """The subset of its uses that may saturate."""
         self.weight = weight
         self.bound = bound
         self.rate = 0.0
         self.level = 0.0
         self.limit: Resource | None = None
-        """The full resource that holds it; None at its bound."""
+        """The saturated resource that limits it; None at its own bound."""
         self.open = False
-        """Being filled, and not yet frozen."""
+        """Whether it is being filled and not yet frozen."""
         self.wanted = self.settled = self.noted = self.inside = False
         self.previous = 0.0
         self.alone = False
-        """Nobody else is in what could hold it back, and it has all that it can take there."""
+        """Whether it is the only flow in every resource that could limit it, and has its full rate there."""
         self.resting: float | None = None
-        """Its rate while it went, if it has stopped and nobody has come meanwhile: its place and level are kept."""
+        """The last rate of a stopped flow, while no other flow has started: its share and level stay reserved."""
 
     def __repr__(self) -> str:
         return f"Flow({self.id}, rate={self.rate!r})"
 
 
 def _fill_one(flow: Flow) -> list[Resource]:
-    """Give the flow what others leave; return the resources in which the certificate may now fail."""
+    """Give the flow the remaining capacity; return the resources in which the certificate may now fail."""
     old = flow.rate
     rate = flow.bound
     limit = None
@@ -167,7 +167,7 @@ def _fill_one(flow: Flow) -> list[Resource]:
 
 
 def fill_alone(flow: Flow) -> None:
-    """Give a flow that shares with nobody all it can take."""
+    """Give a flow that shares no resource its full rate."""
     rate = flow.bound
     limit = None
     for resource, amount in flow.tight:
@@ -187,7 +187,9 @@ def fill_alone(flow: Flow) -> None:
 
 
 def end_solitude(flow: Flow) -> None:
-    """Somebody else comes, or what a flow that was alone has found there changes: if it rests, its place is free."""
+    """End the exclusive use of a flow's resources: another flow starts, or a capacity changes.
+
+    A stopped flow gives up its reserved share."""
     flow.alone = False
     if flow.resting is not None:
         flow.resting = flow.limit = None
@@ -199,7 +201,8 @@ def end_solitude(flow: Flow) -> None:
 
 
 def fill(flows: list[Flow]) -> list[Resource]:
-    """Give the flows their shares of what others leave; return the resources in which the certificate may now fail."""
+    """Give the flows their fair shares of the remaining capacity; return the resources in which the certificate may
+    now fail."""
     if len(flows) == 1:
         return _fill_one(flows[0])
     touched: dict[Resource, None] = {}
@@ -310,7 +313,7 @@ def _freeze(flow: Flow, rate: float, limit: Resource | None, touched: dict[Resou
 
 
 def offenders(resource: Resource) -> list[Flow]:
-    """Check the certificate in a resource: the flows that have to be filled again; none if all is well."""
+    """Check the certificate in a resource; return the flows that have to be filled again."""
     load = top = 0.0
     held = inf
     for flow, amount in resource.flows.values():
@@ -336,7 +339,7 @@ def offenders(resource: Resource) -> list[Flow]:
 
 
 def admit(flow: Flow) -> None:
-    """Take note of a flow that starts for the first time."""
+    """Register a flow that starts for the first time."""
     fastest = min((resource.capacity / amount for resource, amount in flow.uses if resource.fixed), default=inf)
     for resource, amount in flow.uses:
         resource.members.append(flow)
@@ -347,14 +350,14 @@ def admit(flow: Flow) -> None:
 
 
 def dismiss(flow: Flow) -> None:
-    """Forget a flow that will not start again. What it made tight stays so."""
+    """Unregister a flow that will not start again. Resources that it made tight stay tight."""
     for resource, _ in flow.uses:
         if flow in resource.members:
             resource.members.remove(flow)
 
 
 def unfix(resource: Resource) -> None:
-    """Take note that a resource's capacity changes."""
+    """Register that the capacity of a resource changes."""
     if resource.fixed:
         resource.fixed = False
         _tighten(resource)
@@ -377,7 +380,7 @@ def _tighten(resource: Resource) -> None:
 
 
 class Sharing:
-    """Keeps the rates of all started flows. Changes are noted, and take effect with `solve`."""
+    """The rates of all started flows. Changes are queued and take effect with `solve`."""
 
     def __init__(self) -> None:
         self._noted: list[Flow] = []
@@ -385,21 +388,19 @@ class Sharing:
         self._over: list[Flow] = []
 
     def start(self, flow: Flow) -> None:
-        """The flow wants its share."""
         flow.wanted = True
         if not flow.noted:
             flow.noted = True
             self._noted.append(flow)
 
     def stop(self, flow: Flow) -> None:
-        """The flow gives its share back."""
         flow.wanted = False
         if not flow.noted:
             flow.noted = True
             self._noted.append(flow)
 
     def set_bound(self, flow: Flow, bound: float) -> None:
-        """The flow, started or not, goes no faster than that from now on."""
+        """Limit the rate of the flow, whether started or not."""
         if not bound >= 0.0:
             raise UsageError(f"flow {flow.id} cannot have a bound of {bound}")
         flow.bound = bound
@@ -408,7 +409,6 @@ class Sharing:
             self._noted.append(flow)
 
     def set_capacity(self, resource: Resource, capacity: float) -> None:
-        """The resource has that capacity from now on."""
         if not 0.0 <= capacity < inf:
             raise UsageError(f"{resource.name} cannot have a capacity of {capacity}")
         if capacity != resource.capacity:
@@ -419,28 +419,27 @@ class Sharing:
             self._recast[resource] = None
 
     def forget(self, flow: Flow) -> None:
-        """The flow will not be started again."""
+        """Remove a flow that will not be started again."""
         self.stop(flow)
         self._over.append(flow)
 
     def is_full(self, resource: Resource) -> bool:
-        """Whether the flows take all there is, as of the last `solve`."""
+        """Return whether the flows used the whole capacity at the last `solve`."""
         flows = resource.flows
         rests = len(flows) == 1 and all(flow.resting is not None for flow, _ in flows.values())
         load = 0.0 if rests else resource.load
         return resource.capacity - load <= TOLERANCE * resource.capacity
 
     def is_used(self, resource: Resource) -> bool:
-        """Whether a started flow uses the resource, noted ones included."""
+        """Return whether a started flow uses the resource, including queued starts."""
         return any(flow.wanted for flow in resource.members) or any(
             flow.wanted and resource in dict(flow.uses) for flow in self._noted
         )
 
     def solve(self) -> list[Flow]:
-        """Bring all rates up to date; return the started flows whose rate changed, by id.
+        """Update all rates; return the started flows whose rate has changed, by id.
 
-        A stopped flow has rate 0 afterwards and is not among them.
-        """
+        A stopped flow has rate 0 afterwards and is not among them."""
         changed: list[Flow] = []
         region: list[Flow] = []
         for flow in self._take_changes():
@@ -466,7 +465,7 @@ class Sharing:
         return changed
 
     def _take_changes(self) -> list[Flow]:
-        """Let flows in and out of their resources; return those that have to be filled."""
+        """Apply the queued starts and stops; return the flows that have to be filled."""
         region: list[Flow] = []
         disturbed: list[Resource] = []
         for flow in self._noted:
@@ -496,7 +495,7 @@ class Sharing:
 
 
 def _goes_on(flow: Flow, rate: float) -> bool:
-    """Whether the flow takes up again the rate with which it rests: nothing has changed it."""
+    """Return whether the flow continues at its reserved rate, because nothing has changed it."""
     if rate > flow.bound or (flow.limit is None and rate < flow.bound):
         end_solitude(flow)
         return False
@@ -545,7 +544,8 @@ def _leave(flow: Flow, disturbed: list[Resource]) -> None:
 
 
 def _empty(resource: Resource, region: list[Flow], disturbed: list[Resource]) -> None:
-    """Fill the resource's flows from nothing: the difference to a far larger old rate would be all rounding."""
+    """Fill the flows of the resource from zero. Subtracting from a far larger old rate would leave only rounding
+    errors."""
     for flow, _ in resource.flows.values():
         if not flow.inside:
             _join(flow, region)
@@ -565,7 +565,7 @@ def _join(flow: Flow, region: list[Flow]) -> None:
 
 
 def _repair(region: list[Flow], touched: list[Resource]) -> None:
-    """Fill again where the certificate fails, lowest level first. All flows that are met join the region."""
+    """Fill again where the certificate fails, lowest level first. All flows met join the region."""
     part = region.copy()
     suspects: list[tuple[float, int, Resource]] = []
     order = count()

@@ -33,32 +33,31 @@ from hcsim.virtual.network import Gate, Network
 from hcsim.virtual.sharing import Flow
 
 NEVER_NS = 1 << 63
-"""A time that does not come."""
+"""A time later than any event."""
 RTO_S = 0.2
-"""TCP's smallest retransmission time-out: what a loss in a message's last packets costs."""
+"""The minimum retransmission timeout of TCP, which a loss in the last packets of a message costs."""
 TAIL_PACKETS = 3
-"""A loss among these has no three duplicate ACKs behind it, so only the time-out finds it."""
+"""A loss among this many last packets gets no three duplicate ACKs, so only the timeout detects it."""
 
 
 class Message(msgspec.Struct, frozen=True):
-    """Something that travels: its size on the wire, and who takes it when it has arrived."""
+    """A unit of transfer: its size on the wire, and the callback for its arrival."""
 
     size_bytes: int
     arrive: Callable[..., None]
     header: Header | None = None
-    """None where no frame ends with it: it is the end of the connection, behind all frames, or part of a frame."""
+    """None if no frame ends with it: it is the end of the connection, behind all frames, or a part of a frame."""
     payload: Payload = EMPTY
     exposed_bytes: int | None = None
-    """How much of it jitter and losses can strike, if not its size: all of the frame whose end it is, or nothing."""
+    """The bytes exposed to jitter and loss, if not the size: the whole frame that it completes, or 0."""
 
 
 def frame_event(now_ns: int, kind: str, where: str, frame: Header) -> Event:
-    """What the trace says of a frame."""
     return (now_ns, kind, where, frame.kind, frame.operation, frame.bucket, frame.step, frame.offset, frame.length)
 
 
 class CongestionWindow:
-    """How many bytes may be under way; it opens by what leaves, up to the receiver's window."""
+    """The congestion window. It grows by the bytes sent, up to the receive window."""
 
     __slots__ = ("_counted_from", "_earned", "_initial", "_most", "is_opening", "size_bytes", "ticking")
 
@@ -67,38 +66,38 @@ class CongestionWindow:
         self._most = most_bytes
         self.size_bytes = self._initial
         self.is_opening = self._initial < most_bytes
-        """Whether it is the narrower window still."""
+        """Whether it is smaller than the receive window."""
         self.ticking = False
-        """Whether the end of a round trip is waited for."""
+        """Whether the end of a round trip is scheduled."""
         self._earned = 0.0
-        """Bytes that left since it was last opened, and will open it."""
+        """Bytes sent since it last grew, which make it grow next."""
         self._counted_from = 0.0
-        """What remained of the present message when it was last counted."""
+        """Remaining bytes of the current message at the last count."""
 
     def next(self, message_bytes: float) -> None:
-        """Another message begins to leave."""
+        """Start counting another message."""
         self._counted_from = message_bytes
 
     def count(self, remaining_bytes: float) -> None:
-        """That much of the message has not left yet."""
+        """Count what has left, given the remaining bytes of the message."""
         self._earned += self._counted_from - remaining_bytes
         self._counted_from = remaining_bytes
 
     def open(self) -> None:
-        """A round trip has passed: open by what has left in it, to twice the size at most."""
+        """Grow by the bytes sent in the last round trip, at most to twice the size."""
         self.size_bytes += min(self._earned, self.size_bytes)
         self.is_opening = self.size_bytes < self._most
         self._earned = 0.0
 
     def restart(self) -> None:
-        """Begin anew, after a time of silence."""
+        """Return to the initial window, after an idle period."""
         self.size_bytes = self._initial
         self.is_opening = self._initial < self._most
         self._earned = 0.0
 
 
 class Delays:
-    """What jitter, loss and full queues add to the latency of a message."""
+    """The extra delay of messages by jitter, loss and full queues."""
 
     __slots__ = ("_jitter", "_jitter_s", "_loss", "_mss", "_net", "_packet_loss", "_queues")
 
@@ -111,18 +110,20 @@ class Delays:
 
     @staticmethod
     def on(path: Path) -> bool:
-        """Whether messages along that path come unevenly."""
+        """Return whether the delay along this path varies."""
         return bool(path.jitter_s or path.loss or any(hop.queue is not None for hop in path.hops))
 
     def follow(self, path: Path) -> None:
-        """The path has other figures from now on."""
+        """Adapt to a change of the path."""
         self._jitter_s = path.jitter_s
         self._packet_loss = path.loss
         self._queues = tuple(hop.queue for hop in path.hops if hop.queue is not None)
 
     def draw_s(self, size_bytes: int, rtt_s: float, flow: Flow | None) -> float:
-        """How much later the next message comes. In a queue stands what others have sent, and no more than they have
-        since they were idle; what the flow itself sent took its time to leave."""
+        """Return the extra delay of the next message.
+
+        A queue contains at most what other flows have sent since they were last idle. The flow's own data are not
+        counted: the time to send them is already in its rate."""
         delay_s = 0.0
         if self._jitter_s > 0.0:
             delay_s += self._jitter.expovariate(1.0 / self._jitter_s)
@@ -134,7 +135,7 @@ class Delays:
         return delay_s
 
     def _retransmission_s(self, size_bytes: int, rtt_s: float) -> float:
-        """One round trip when a packet of the message is hit, a time-out when it is one of the last."""
+        """Return one RTT if a packet of the message is lost, a timeout if it is one of the last, else 0."""
         packets = ceil(size_bytes / self._mss)
         tail = min(packets, TAIL_PACKETS)
         draw = self._loss.random()
@@ -145,7 +146,7 @@ class Delays:
 
 
 def loss_bound_bytes_ps(tcp: Tcp, mss: int, rtt_s: float, path: Path) -> float:
-    """What TCP can sustain when each packet is lost with the path's probability."""
+    """Return the rate that TCP sustains at the path's loss probability."""
     loss = path.loss
     if loss <= 0.0 or rtt_s <= 0.0 or tcp.loss_model == "none":
         return inf
@@ -210,27 +211,27 @@ class Stream:
         self.queue: deque[Message] = deque()
         self.queued_bytes = 0
         self.outstanding = 0
-        """Bytes that arrived and that the receiver has not read."""
+        """Bytes that have arrived and are unread."""
         self.on_room: Callable[[], None] | None = None
         self.blocked = False
-        """A partition holds what we send."""
+        """Whether a partition holds back the data."""
         self.acks_blocked = False
-        """A partition holds the acknowledgements: after one window's worth we wait."""
+        """Whether a partition holds back the acknowledgements; the stream then stops after one window."""
         self.dead = False
         self.on_pushed_dead: Callable[[], None] | None = None
         """Called for the first message that is sent after the other end is gone."""
         self._at_half: Callable[[], None] | None = None
         self._held: deque[Message] | None = None
-        """What has come and may not be delivered yet; whatever comes after it waits behind it."""
+        """Messages that have arrived but may not be delivered yet; later ones wait behind them."""
         self._unacknowledged = 0
-        """While acknowledgements are held: bytes that the sender takes for unread."""
+        """While acknowledgements are held back: bytes that the sender counts as unread."""
         self._window_bytes = tcp.window_bytes
         self._buffer_bytes = tcp.receive_buffer_bytes
         self._not_before_ns = 0
         self.number = net.add(self)
         self.gates: tuple[Gate, ...] = ()
         self.interfaces = (there.medium, there.arrives_by)
-        """What it leaves and arrives by; a connection keeps them."""
+        """The media at the sender and at the receiver, which are fixed for a connection."""
         self._mss = there.mtu - tcp.header_bytes
         self._retime(there, back)
         uses = merged((there.uses, 1.0), (back.uses, tcp.ack_share))
@@ -244,12 +245,12 @@ class Stream:
         self._changed_ns = 0
         self._arrival_ns = 0
         self._began_ns = 0
-        """When the head's first byte left."""
+        """The time when the first byte of the head message left."""
         self._comes_from_ns = self._comes_until_ns = 0
-        """When the messages of several packets come in that have left, one right behind the other."""
+        """The interval in which consecutive messages of several packets arrive."""
         self._idle_since_ns = 0
         self._burst = 0
-        """Bytes of the messages that left since the stream was last idle."""
+        """Bytes of the messages that have left since the stream was last idle."""
         self._due = 0
         if self.flow is not None:
             self.flow.bound = self._bound()
@@ -260,7 +261,7 @@ class Stream:
         self._cap = min(loss_bound_bytes_ps(self._net.tcp, self._mss, self._rtt_s, there), there.cap_bytes_ps)
 
     def push(self, message: Message) -> None:
-        """Queue a message behind those that are already there."""
+        """Queue a message."""
         queue = self.queue
         queue.append(message)
         self.queued_bytes += message.size_bytes
@@ -269,7 +270,7 @@ class Stream:
             self._begin()
 
     def consumed(self, size_bytes: int) -> None:
-        """The receiver has read that much; a stream that waited for room goes on."""
+        """Count bytes as read by the receiver; a stream that is stopped by back-pressure continues."""
         stalled = not self._has_room()
         self.outstanding -= size_bytes
         if stalled and self.queue and self._has_room():
@@ -277,7 +278,7 @@ class Stream:
             self._env.call_at(self._env.now_ns + self._latency_ns, self._resume)
 
     def obstruct(self, *, data: bool, acks: bool) -> None:
-        """Say what a partition holds back from now on: what we send, the acknowledgements of it, or both."""
+        """Set what a partition holds back: the data, their acknowledgements, or both."""
         if data and not self.blocked and self._remaining > 0.0:
             self._pause()
         opened, acks_opened = self.blocked and not data, self.acks_blocked and not acks
@@ -294,11 +295,11 @@ class Stream:
             self._env.call_at(when, self._resume)
 
     def hold_until(self, when_ns: int) -> None:
-        """Let nothing arrive before that time; whatever has left by then arrives at once."""
+        """Delay all arrivals until that time; what has left by then arrives at once."""
         self._not_before_ns = max(self._not_before_ns, when_ns)
 
     def when_half_sent(self, act: Callable[[], None]) -> None:
-        """Do something when part of a message has left: now, or half-way through the next of several packets."""
+        """Call a function when part of a message has left: now, or halfway through the next multi-packet one."""
         if self._rate > 0.0 and self._env.now_ns > self._changed_ns and self.queue[0].size_bytes > self._mss:
             act()
         else:
@@ -308,7 +309,7 @@ class Stream:
 
     @property
     def burst_bytes(self) -> float:
-        """What has left since it was last idle."""
+        """Bytes that have left since the stream was last idle."""
         if self._rate <= 0.0:
             return 0.0
         left = self.queue[0].size_bytes - self._remaining
@@ -316,12 +317,12 @@ class Stream:
 
     @property
     def unfinished(self) -> bool:
-        """Whether something waits to leave, or is under way."""
+        """Whether data are queued or in flight."""
         return bool(self.queue) or self._arrival_ns > self._env.now_ns or self._held is not None
 
     @property
     def is_in_message(self) -> bool:
-        """Whether part of a message has come and the rest has not. What fits a packet comes whole."""
+        """Whether a message has arrived in part. A message of one packet arrives whole."""
         now_ns = self._env.now_ns
         if self.dead or self._held is not None or now_ns < self._not_before_ns:
             return False
@@ -334,7 +335,7 @@ class Stream:
         return has_begun and size_bytes > self._mss
 
     def kill(self) -> None:
-        """Nothing more leaves and nothing more arrives."""
+        """End the stream: nothing more leaves or arrives."""
         self.dead = True
         self._due += 1
         self.queue.clear()
@@ -346,7 +347,7 @@ class Stream:
         self._net.forget(self)
 
     def reroute(self, there: Path, back: Path) -> None:
-        """The path changed under us: another latency, loss, or cost per byte."""
+        """Adapt to a change of the path: its latency, loss, or cost per byte."""
         self._retime(there, back)
         if self._delays is not None:
             self._delays.follow(there)
@@ -394,18 +395,18 @@ class Stream:
         self._net.start(self)
 
     def _next(self, now_ns: int) -> None:
-        """The message at the head begins to leave."""
+        """Begin to send the head message."""
         self._remaining = float(self.queue[0].size_bytes)
         self._changed_ns = self._began_ns = now_ns
         if self._congestion is not None and self._congestion.is_opening:
             self._congestion.next(self._remaining)
 
     def _has_room(self) -> bool:
-        """Whether the receiver's buffer lets another message leave."""
+        """Return whether the receive buffer allows another message to leave."""
         return self.outstanding < self._buffer_bytes and self._unacknowledged < self._buffer_bytes
 
     def _resume(self) -> None:
-        """Go on after a stall or a partition, unless that happened already."""
+        """Continue after a stall or a partition, unless it has continued already."""
         if self.dead or self.blocked or not self.queue:
             return
         if self._remaining > 0.0:
@@ -423,7 +424,7 @@ class Stream:
         self._net.stop(self.flow)
 
     def rate_changed(self, rate: float) -> None:
-        """Take a new rate from now on, and work out anew when the message will have left."""
+        """Apply a new rate and reschedule the end of the message."""
         env = self._env
         now_ns = env.now_ns
         self._advance(now_ns)
@@ -439,7 +440,7 @@ class Stream:
                 env.call_at(now_ns + round(self._rtt_s * NS), self._tick, congestion)
 
     def _set_half_time(self, now_ns: int) -> None:
-        """Work out when half of the message has left, at this rate: anew whenever the rate changes."""
+        """Reschedule the time when half of the message has left."""
         size_bytes = self.queue[0].size_bytes
         if size_bytes > self._mss:
             to_go = max(self._remaining - size_bytes / 2, 0.0)
@@ -466,7 +467,7 @@ class Stream:
         self._left(message)
 
     def _left(self, message: Message) -> None:
-        """The head's last byte is out: it will arrive; the next one follows at once."""
+        """Schedule the arrival of the head message; the next one follows at once."""
         net = self._net
         now = self._env.now_ns
         self.queued_bytes -= message.size_bytes
@@ -527,7 +528,7 @@ class Stream:
             self._env.call_at(self._not_before_ns, self._let_go)
 
     def _let_go(self) -> None:
-        """What was held arrives, in its order, unless something holds it longer."""
+        """Deliver the held messages in order, unless they are held longer."""
         if self._env.now_ns < self._not_before_ns:
             self._let_go_in_time()
         elif not self.blocked and self._held is not None:
@@ -546,7 +547,7 @@ class Stream:
         return min(window / self._rtt_s, self._cap)
 
     def _tick(self, congestion: CongestionWindow) -> None:
-        """A round trip has passed."""
+        """Handle the end of a round trip: open the congestion window."""
         congestion.ticking = False
         if self.dead or self.flow is None:
             return

@@ -1,7 +1,7 @@
-"""What joins the hosts at this moment: routes, connections along them, and whatever is in their way.
+"""Routes, connections, and obstructions between the hosts.
 
-A connection keeps the interfaces that it was made over, as TCP keeps its two addresses. When a
-change takes one of them away, it stalls until that is back; only new connections go another way.
+A connection keeps the interfaces it was made over, as TCP keeps its two addresses. When a change removes one of
+them, the connection stalls until the interface is back; only new connections take another route.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from hcsim.virtual.stream import Stream
 
 
 class Wiring:
-    """The network between hosts, which are given by name, each in its present life."""
+    """The network between the hosts, which are identified by name, each in its current life."""
 
     def __init__(self, scenario: Scenario, net: Network, hosts: Mapping[str, ChannelHost]) -> None:
         self._scenario = scenario
@@ -46,21 +46,22 @@ class Wiring:
         self._gates: dict[str, Gate] = {}
         self._add_gates()
         self._connections: dict[frozenset[str], int] = {}
-        """How many there were between two hosts: what becomes of one pair gives no other's connections new names."""
+        """The number of connections so far, per pair of hosts, so that their names do not depend on other pairs."""
         self._speaking: dict[str, dict[int, VirtualChannel]] = {}
-        """By who sends, and their stream: ends whose last word has not arrived, closed or not."""
+        """Ends whose last message has not arrived, closed or not, by sending host and stream number."""
         net.on_end = self._ended
         self._changes: list[Change] = []
         self._cuts: dict[tuple[str, str], int] = {}
         self._clogged_until_ns: dict[tuple[str, str], int] = {}
         self._blocks: dict[tuple[str, int], list[str]] = {}
-        """By host and port: the ways in which it is blocked."""
+        """The active blocks by host and port."""
 
     def join(
         self, caller: ChannelHost, callee: ChannelHost, port: int, interface: str = ""
     ) -> tuple[VirtualChannel, VirtualChannel] | None:
-        """Connect two hosts: the caller's end and the callee's; at an interface of the callee's, where one is named.
-        None where no way leads there any more."""
+        """Connect two hosts; return the caller's and the callee's end, or None if there is no route.
+
+        `interface` selects an interface of the callee."""
         there = self.topology.route(caller.name, callee.name, ("", interface) if interface else None)
         if there is None:
             return None
@@ -89,12 +90,13 @@ class Wiring:
         return near, far
 
     def channels(self, source: str, target: str) -> list[VirtualChannel]:
-        """The first host's ends of its connections to the second: the open ones, whatever became of the other end, and
-        closed ones whose last word is under way."""
+        """Return the first host's ends of its connections to the second: all open ones, and closed ones whose last
+        message
+        is in flight."""
         return [channel for channel in self.channels_of(source) if channel.peer == target]
 
     def channels_of(self, name: str) -> list[VirtualChannel]:
-        """All of a host's ends, likewise."""
+        """Return all ends of a host, like `channels`."""
         opened = self._hosts[name].channels
         return [*opened, *(channel for channel in self._speaking.get(name, {}).values() if channel not in opened)]
 
@@ -108,17 +110,17 @@ class Wiring:
         return tuple(other for other in self._hosts if other != name and homes[name] & homes[other])
 
     def is_at_home(self, name: str, home: str) -> bool:
-        """Whether the host is on the home's network at this moment."""
+        """Return whether the host is on the home's network now."""
         return home in self._domains(name)
 
     # Partitions and clogs.
 
     def is_cut(self, source: str, target: str) -> bool:
-        """Whether packets from the one to the other are lost."""
+        """Return whether packets from `source` to `target` are lost."""
         return self._cuts.get((source, target), 0) > 0
 
     def cut(self, pairs: Iterable[tuple[str, str]]) -> None:
-        """Lose all packets from the first to the second of each pair."""
+        """Drop all packets from the first to the second host of each pair."""
         for pair in pairs:
             self._cuts[pair] = self._cuts.get(pair, 0) + 1
             self._obstruct(*pair)
@@ -130,19 +132,19 @@ class Wiring:
             self._obstruct(*pair)
 
     def clog(self, source: str, target: str, until_ns: int) -> None:
-        """Let nothing from the one arrive at the other before that time; nothing is lost."""
+        """Delay everything from `source` to `target` until that time, without loss."""
         self._clogged_until_ns[source, target] = max(until_ns, self.clogged_until_ns(source, target))
         for channel in self.channels(source, target):
             channel.streams[0].hold_until(until_ns)
 
     def clogged_until_ns(self, source: str, target: str) -> int:
-        """When the way from the one to the other is clear."""
+        """Return the time when the route from `source` to `target` is clear."""
         return self._clogged_until_ns.get((source, target), 0)
 
     # Ports.
 
     def block(self, name: str, port: int, how: str) -> None:
-        """Close a port of a host to the others, or let nothing pass through it."""
+        """Close a port of a host, or drop all its traffic."""
         self._blocks.setdefault((name, port), []).append(how)
         for channel in self._called(name, port):
             if how == "closed":
@@ -151,32 +153,31 @@ class Wiring:
                 self._obstruct_one(channel)
 
     def unblock(self, name: str, port: int, how: str) -> None:
-        """Undo one `block`."""
         self._blocks[name, port].remove(how)
         for channel in self._called(name, port):
             self._obstruct_one(channel)
 
     def is_closed(self, name: str, port: int) -> bool:
-        """Whether calls to the port are refused."""
+        """Return whether connections to the port are refused."""
         return "closed" in self._blocks.get((name, port), ())
 
     def is_silent(self, name: str, port: int) -> bool:
-        """Whether nothing passes through the port."""
+        """Return whether all traffic of the port is dropped."""
         return "silent" in self._blocks.get((name, port), ())
 
     def _called(self, name: str, port: int) -> list[VirtualChannel]:
-        """Both ends of all connections that were made to the port."""
+        """Return both ends of all connections made to the port."""
         return [channel for host in self._hosts for channel in self.channels_of(host) if channel.called == (name, port)]
 
     # Changes of the links.
 
     def change(self, change: Change) -> None:
-        """Give the network other links, or links other figures."""
+        """Apply a change of the network."""
         self._changes.append(change)
         self._rebuild()
 
     def restore(self, change: Change) -> None:
-        """Take one change back; later ones stay."""
+        """Undo one change; later ones stay."""
         self._changes.remove(change)
         self._rebuild()
 
@@ -193,7 +194,7 @@ class Wiring:
                 self._reroute(channel)
 
     def _add_gates(self) -> None:
-        """An access point's air has one from the time when somebody is on it."""
+        """Create a gate for the air of each access point that has stations."""
         for medium in self._scenario.media:
             air = f"{medium.name}.air"
             if isinstance(medium, Wifi) and medium.gate and air in self.topology.resources and air not in self._gates:
@@ -211,13 +212,13 @@ class Wiring:
             self._obstruct_one(channel)
 
     def _obstruct_one(self, channel: VirtualChannel) -> None:
-        """Say what holds back what this end sends, and the acknowledgements of it."""
+        """Update what is held back of this end's data and of their acknowledgements."""
         source, target = channel.host.name, channel.peer
         off = None in self._same_way(channel) or self.is_silent(*channel.called)
         channel.streams[0].obstruct(data=off or self.is_cut(source, target), acks=off or self.is_cut(target, source))
 
     def _same_way(self, channel: VirtualChannel) -> tuple[Path | None, Path | None]:
-        """There and back along the interfaces that the connection was made over, if they are there."""
+        """Return the forward and backward paths over the connection's interfaces; None where one is gone."""
         source = channel.host.name
         outgoing, incoming = channel.streams
         there = self.topology.route(source, channel.peer, outgoing.interfaces)
@@ -239,9 +240,9 @@ class Wiring:
 Frame: TypeAlias = tuple[Header, Payload]
 FLIP = "flip"
 Alter: TypeAlias = Callable[[VirtualChannel, Header, Payload], Frame | None]
-"""Given the sender's end and a frame: what arrives instead, or None to wait for another frame."""
+"""Maps the sender's end and a frame to the frame that arrives instead, or to None to wait for another."""
 Rule: TypeAlias = Callable[[VirtualChannel, Header, Payload], tuple[Frame, ...] | None]
-"""Given the sender's end and a frame: what arrives instead, in this order, or None where nothing changes."""
+"""Maps the sender's end and a frame to the frames that arrive instead, in order, or to None for no change."""
 
 
 class Tampering:
@@ -261,17 +262,16 @@ class Tampering:
         wiring.on_join = self._watch
 
     def add(self, what: str, source: str, target: str, alter: Alter) -> None:
-        """Change one frame from the one to the other; `what` names it in the trace."""
+        """Change one frame from `source` to `target`; `what` names the change in the trace."""
         self._waiting.setdefault((source, target), []).append((what, alter))
         self._watch_all(source, target)
 
     def add_rule(self, what: str, source: str, target: str, rule: Rule) -> None:
-        """Apply a rule to all frames from the one to the other; `what` names it in the trace."""
+        """Apply a rule to all frames from `source` to `target`; `what` names it in the trace."""
         self._rules.setdefault((source, target), []).append((what, rule))
         self._watch_all(source, target)
 
     def remove_rule(self, source: str, target: str, rule: Rule) -> None:
-        """Apply it no longer."""
         ways = self._rules[source, target]
         ways[:] = [entry for entry in ways if entry[1] is not rule]
 
@@ -324,7 +324,7 @@ Change: TypeAlias = LinkChange | CablePulled | InterfaceChange | RouterReboot
 
 
 def changed(scenario: Scenario, change: Change) -> Scenario:
-    """The scenario with one change of its network."""
+    """Return the scenario with one change of its network applied."""
     if isinstance(change, CablePulled):
         return _unplugged(scenario, change)
     if isinstance(change, InterfaceChange):
@@ -357,8 +357,8 @@ def _moved(node: Node, change: InterfaceChange) -> Node:
 
 
 def _with_other_figures(scenario: Scenario, change: LinkChange) -> Scenario:
-    """Of a home's line, of one host's link, or of a medium: then all links to it have them, also those that had figures
-    of their own."""
+    """Apply the values to a home's line, to one host's link, or to a medium and all its links, including those with
+    values of their own."""
     if any(change.medium in line.ways for line in scenario.wan):
         return replace(scenario, wan=tuple(_other_line(line, change) for line in scenario.wan))
     medium = next(medium for medium in scenario.media if medium.name == change.medium)

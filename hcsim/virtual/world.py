@@ -1,4 +1,4 @@
-"""The virtual world: a scenario's hosts on its network, run to the end in no time."""
+"""The virtual world: the hosts of a scenario on its network, simulated as a discrete-event system."""
 
 from __future__ import annotations
 
@@ -37,15 +37,14 @@ _COUNTED_EVERY_S = 1.0
 
 
 class HostCrashed(HcsimError):
-    """What the program of a host came to that crashed, or that is paused for good."""
+    """The result of a host's program if the host has crashed or is paused for good."""
 
 
 class World:
-    """Everything a scenario describes.
+    """A simulation of everything a scenario describes.
 
-    The same scenario gives the same trace digest, in any process and on any day. In a `sealed` one, connections
-    are encrypted as those of a real cluster are: a bit that changes on its way ends the connection.
-    """
+    The same scenario gives the same trace digest in any process. In a `sealed` world, connections are encrypted as
+    in a real cluster: a bit changed in transit ends the connection."""
 
     def __init__(self, scenario: Scenario, *, sink: Sink | None = None, sealed: bool = False) -> None:
         if not scenario.nodes:
@@ -54,18 +53,18 @@ class World:
         self.trace = Trace(sink)
         self.loop = VirtualLoop()
         self.env = self.loop.env
-        """SimPy's: plain processes live here, beside the hosts."""
+        """The SimPy environment, in which plain processes run beside the hosts."""
         self.env.on_timer = lambda number: self.trace.record((self.env.now_ns, "timer", number))
         self.net = Network(self.env, scenario.tcp, scenario.seed, self.trace)
         self._program: Callable[[VirtualHost], Coroutine[Any, Any, Any]] | None = None
         self._outcomes: dict[str, asyncio.Future[Any]] = {}
         self.returns: dict[str, int] = {}
-        """How often each host is still to be started again."""
+        """The number of pending restarts by host."""
         self.on_end: Callable[[], None] = lambda: None
-        """Called when all programs have come to their ends: what is traced then belongs to the tearing down, in which
-        also hosts that are dead end what they were doing."""
+        """Called when all programs have ended. Later trace events belong to the teardown, in which crashed hosts also
+        finish their tasks."""
         self.spoofed: dict[str, list[str]] = {}
-        """Names of services that strangers announce, and in which homes."""
+        """Services announced by foreign machines: the homes by service name."""
         self._hosts: dict[str, VirtualHost] = {}
         self.wiring = Wiring(scenario, self.net, self._hosts)
         self.datagrams = Datagrams()
@@ -82,40 +81,39 @@ class World:
 
     @property
     def topology(self) -> Topology:
-        """The media and routes of this moment."""
+        """The current media and routes."""
         return self.wiring.topology
 
     @property
     def hosts(self) -> tuple[VirtualHost, ...]:
-        """In the order of the scenario."""
+        """The hosts in the order of the scenario."""
         return tuple(self._hosts.values())
 
     def host(self, name: str) -> VirtualHost:
-        """The host of that name."""
         if name not in self._hosts:
             raise ConfigError(f"there is no host {name!r} in this world: it has {', '.join(self._hosts)}")
         return self._hosts[name]
 
     def run(self, main: Coroutine[Any, Any, T]) -> T:
-        """Run one coroutine to its end, outside any host, and then end everything else."""
+        """Run a coroutine outside of any host, then end everything else."""
         with _few_collections():
             return self.loop.run_to_end(main)
 
     def run_on_all(self, program: Callable[[VirtualHost], Coroutine[Any, Any, T]]) -> list[T | BaseException]:
-        """Run a program on every host; each one's result, or the exception that ended it.
+        """Run a program on every host; return the result of each, or the exception that ended it.
 
-        A host that is started again runs it again, and what counts is its last life's result."""
+        A restarted host runs the program again; the result of its last life counts."""
         return self.run(self._all(program))
 
     def begin(self, program: Callable[[VirtualHost], Coroutine[Any, Any, T]]) -> dict[str, asyncio.Future[T]]:
-        """Have every host begin a program, while the world runs; what comes of it, by the host's name."""
+        """Start a program on every host of the running world; return a future for each host by name."""
         self._program = program
         for host in self.hosts:
             self._begin(host)
         return dict(self._outcomes)
 
     def restart(self, name: str, records: Mapping[str, bytes] | None = None) -> VirtualHost:
-        """Start a crashed host again, with these records in its store (None: those that were there)."""
+        """Restart a crashed host with these records in its store; None keeps the previous ones."""
         old = self.host(name)
         if old.alive:
             raise UsageError(f"{name} is alive: only a host that crashed can be started again")
@@ -130,7 +128,7 @@ class World:
         return host
 
     def tell_metrics(self) -> dict[str, HostMetrics]:
-        """Each host's figures; a trace that goes to a sink ends with them."""
+        """Return the metrics of each host; append them to the trace if that is written to a sink."""
         if self.trace.is_kept:
             from hcsim.telemetry.exposition import events
 
@@ -139,12 +137,14 @@ class World:
         return {host.name: host.metrics for host in self.hosts}
 
     def inject(self, fault: AnyFault) -> None:
-        """Let a fault happen that is not in the scenario."""
+        """Add a fault that is not in the scenario."""
         faults.schedule(self, fault)
 
     def transfer(self, source: str, target: str, size_bytes: int) -> simpy.Event:
-        """Traffic beside the program's: so many bytes over a connection of their own. The event happens when they have
-        arrived, and fails if the connection breaks, or nothing comes for a minute."""
+        """Send background traffic of this size over a separate connection.
+
+        The event succeeds when everything has arrived. It fails if the connection breaks or nothing arrives for a
+        minute."""
         arrived = self.env.event()
         arrived.defused = True  # nobody has to wait for it
         sender, receiver = self.host(source), self.host(target)
@@ -224,23 +224,23 @@ class World:
     # What hosts and faults ask of their world.
 
     def host_ended(self, host: VirtualHost, why: str) -> None:
-        """Its program will never end by itself, unless the host is started again."""
+        """Record that the host's program will not end by itself, unless the host is to be restarted."""
         outcome = self._outcomes.get(host.name)
         if outcome is not None and not outcome.done() and not self.returns.get(host.name):
             outcome.set_exception(HostCrashed(f"{host.name} {why}"))
 
 
 class Usage(msgspec.Struct, frozen=True):
-    """What a host uses."""
+    """Resource usage of one host."""
 
     descriptors: int = 0
-    """Connections, those that are being made included."""
+    """Connections, including those being established."""
     tasks: int = 0
     buffered_bytes: int = 0
-    """Sent and not delivered, or delivered and not read."""
+    """Bytes sent but not delivered, or delivered but not read."""
 
     def most(self, other: Usage) -> Usage:
-        """The larger figure of each."""
+        """Return the element-wise maximum."""
         return Usage(
             max(self.descriptors, other.descriptors),
             max(self.tasks, other.tasks),
@@ -249,24 +249,26 @@ class Usage(msgspec.Struct, frozen=True):
 
 
 class Census:
-    """Counts as events come to a trace, a second of virtual time after it last did: so it changes nothing."""
+    """A trace sink that samples the usage of the hosts.
+
+    It samples when an event is recorded at least one second of virtual time after the last sample. It schedules
+    nothing, so it does not change the run."""
 
     def __init__(self, sink: Sink) -> None:
-        """`sink` gets the events until all programs have ended: not those of the tearing down."""
+        """`sink` receives the events until all programs have ended; events of the teardown are not passed on."""
         self.most: dict[str, Usage] = {}
-        """By host, in any of its lives."""
+        """The peak usage by host, over all its lives."""
         self.is_over = False
         self._sink = sink
         self._world: World | None = None
         self._due_ns = 0
 
     def watch(self, world: World) -> None:
-        """Count this world's hosts."""
         self._world = world
         world.on_end = self._end
 
     def __call__(self, events: Sequence[Event]) -> None:
-        """A sink of the world's trace: pass the events on, and count if it is time."""
+        """Pass the events on to the sink, and sample if a sample is due."""
         if self.is_over:
             return
         self._sink(events)
@@ -284,7 +286,6 @@ class Census:
 
 
 def usage(host: VirtualHost) -> Usage:
-    """What a host uses now."""
     return Usage(host.descriptors, host.loop.tasks_of(host), sum(_buffered(host)))
 
 
@@ -296,7 +297,7 @@ def _buffered(host: VirtualHost) -> Iterable[int]:
 
 @contextmanager
 def _few_collections() -> Iterator[None]:
-    """Look for garbage less often: a large world is many objects that live to its end (a sixth of the time)."""
+    """Collect garbage less often, because most objects of a large world live to its end (saves a sixth)."""
     before = gc.get_threshold()
     gc.set_threshold(50_000, 20, 100)
     try:

@@ -1,10 +1,11 @@
-"""A coordinator: one known place where workers register, meet, and report checkpoints.
+"""A coordinator: one known address where workers register, form a group, and report checkpoints.
 
-It is the simple way to form a cluster: somebody starts the coordinator and gives everybody its address. A cluster
-that has no such place agrees on its members by itself (`cluster.agreement`).
+It is the simplest way to form a cluster: start the coordinator and give every worker its address. A cluster
+without a coordinator agrees on its members itself (`cluster.agreement`).
 
-- `state`: who is there and who works together, as a pure state machine; `rounds`: barriers and checkpoints
-- `service`: the coordinator; `worker`: its client, which sends the heartbeats, and the conductor of those that train
+- `state`: registered workers and generations, as a pure state machine; `rounds`: barriers and checkpoints
+- `service`: the coordinator's server; `worker`: its client, which sends heartbeats, and the conductor used in
+  training
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What workers and the coordinator call at each other, and what a person decides about both."""
+"""Messages between workers and the coordinator, and the policy that the user sets for both."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from hcsim.transport.rpc import Procedure
 
 
 class Policy(msgspec.Struct, frozen=True, kw_only=True):
-    """The coordinator's; workers learn it when they register."""
+    """The coordinator's policy; workers receive it when they register."""
 
     workers: int
-    """How many there are to be at most: no rank is as high."""
+    """The maximum number of workers; ranks are below it."""
     begin: int | None = None
-    """With how many work begins; None: with all of them."""
+    """The number of workers with which work begins; None: all of them."""
     least: int = 1
-    """With how many work goes on when others are lost."""
+    """The minimum number of workers with which work continues after losses."""
     heartbeat_s: float = 1.0
-    """How often a worker says that it is alive."""
+    """The interval between heartbeats of a worker."""
     silence_s: float = 5.0
-    """A worker that says nothing for so long is evicted."""
+    """A worker that is silent for this long is evicted."""
     form_s: float = 60.0
-    """How long workers that are ready wait for those that are registered and do something else."""
+    """How long ready workers wait for workers that are registered but not ready."""
     leave_s: float = 10.0
-    """How long somebody who leaves waits for the others to take notice."""
+    """How long a leaving worker waits for the others to acknowledge it."""
     barrier_s: float = 300.0
     checkpoint_s: float = 300.0
     """How long a round waits for its last worker."""
@@ -54,7 +54,7 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def needed(self) -> int:
-        """With how many the first generation begins."""
+        """The number of workers with which the first generation begins."""
         return self.workers if self.begin is None else self.begin
 
 
@@ -64,26 +64,25 @@ Number = Annotated[int, Meta(ge=0, lt=1 << 62)]
 
 
 class Register(msgspec.Struct, frozen=True):
-    """Who registers."""
+    """A registration request of a worker."""
 
     worker: Text
-    """Its id, which it keeps when it starts again."""
+    """The worker's id, kept across restarts."""
     life: Number
-    """Drawn when it starts: tells one that calls again from one that starts again."""
+    """Drawn at start: distinguishes a reconnect from a restart."""
     address: Text
-    """Where its collectives listen."""
     name: Words = ""
-    """For people, where its id is not."""
+    """A readable name, if the id is not readable."""
     home: Words = ""
-    """Workers of one home are close to each other."""
+    """Workers with the same home are close to each other in the network."""
     generation: Number = 0
-    """The last one that it was in: a coordinator that lost its memory goes on from there."""
+    """The last generation of the worker: a coordinator that lost its state continues from there."""
     terms: dict[str, str] = {}
-    """What it was started with that all must have alike, where that is not as usual."""
+    """Start options that all workers must share, where they differ from the defaults."""
 
 
 class Registered(msgspec.Struct, frozen=True):
-    """It is known from now on, under this rank."""
+    """The worker is registered under this rank."""
 
     rank: int
     policy: Policy
@@ -93,50 +92,48 @@ class Peer(msgspec.Struct, frozen=True):
     """A member of a generation."""
 
     rank: int
-    """Stable: the same in all generations. Below the policy's number of workers, perhaps with gaps."""
+    """The rank, the same in all generations. Below the policy's number of workers, perhaps with gaps."""
     worker: str
     address: str
     life: int = 0
     name: str = ""
     home: str = ""
     node: str = ""
-    """The node that it has proved to be; empty where nobody proves that."""
+    """The authenticated node id; empty if nodes are not authenticated."""
     since: int = 0
-    """The first generation that it was in, in this life, of those without a gap."""
+    """The first of the consecutive generations, in this life, that contain this worker."""
 
 
 class Roster(msgspec.Struct, frozen=True):
-    """A generation: all who work together, in the order of their ranks. With nobody in it: all work is done."""
+    """A generation: all workers that work together, ordered by rank. If it is empty, all work is done."""
 
     cluster: str
     generation: int
     peers: tuple[Peer, ...]
     reason: str = ""
-    """Why it follows the one before; for people."""
+    """Why it replaces the previous generation, as readable text."""
     line: str = ""
-    """Drawn when the coordinator began to count generations: whoever lost its memory begins another line."""
+    """Drawn when the coordinator began to count generations; a coordinator that lost its state draws a new one."""
 
     def place(self, worker: str) -> int:
-        """Where in the order a worker stands: its rank in the group, which has no gaps."""
+        """Return the index of a worker in the order: its rank in the group, which has no gaps."""
         for place, peer in enumerate(self.peers):
             if peer.worker == worker:
                 return place
         raise UsageError(f"{worker} is not in generation {self.generation} of {self.cluster}")
 
     def membership(self, worker: str, wire: Wire | None = None) -> Membership:
-        """For `Group.open`."""
         addresses = tuple(peer.address for peer in self.peers)
         return Membership(self.place(worker), addresses, self.cluster, self.generation, wire or Wire())
 
 
 class Notice(msgspec.Struct, frozen=True):
-    """How a generation stands."""
+    """The status of a generation."""
 
     generation: int
     over: str = ""
-    """Why it cannot work any more, if so."""
+    """Why it has failed; empty if it has not."""
     superseded: bool = False
-    """Whether somebody waits to be in the next one."""
 
 
 class Checkpoint(msgspec.Struct, frozen=True):
@@ -145,7 +142,6 @@ class Checkpoint(msgspec.Struct, frozen=True):
     step: int
     generation: int
     digests: tuple[tuple[int, str], ...]
-    """Of each rank's shard."""
 
 
 REGISTER = Procedure("coordinator.register", {"who": Register}, Registered)
@@ -158,6 +154,5 @@ BARRIER = Procedure("coordinator.barrier", {"generation": Number, "name": Text},
 BEGIN = Procedure("coordinator.begin", {"generation": Number, "step": Number}, type(None))
 REPORT = Procedure("coordinator.report", {"generation": Number, "step": Number, "digest": Text}, Checkpoint)
 COMMITTED = Procedure("coordinator.committed", {}, tuple[Checkpoint, ...])
-"""The last committed checkpoint, if there is one."""
 
 NOTICE = Procedure("worker.notice", {"notice": Notice}, type(None))

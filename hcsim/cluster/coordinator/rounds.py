@@ -1,12 +1,12 @@
-"""Rounds that all workers of a generation take part in: barriers and checkpoints.
+"""Rounds in which all workers of a generation take part: barriers and checkpoints.
 
     begin            the first worker opens a round for the members of the generation
-    report           each member once; reporting the same again changes nothing
-    all have         the round is committed: all get its result
-    a member is lost, or the deadline passes: the round is aborted with an error that names who is missing;
-                     it can be begun again
+    report           each member reports once; a repeated report changes nothing
+    complete         after the last report the round is committed, and all members get its result
+    failure          if a member is lost or the deadline passes, the round is aborted with an error that names the
+                     missing members; it can be begun again
 
-A round belongs to one generation. What was committed stays known, so whoever lost the answer can ask again.
+A round belongs to one generation. Committed results are kept, so a worker that lost the answer can ask again.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hcsim.errors import CallRefused, HcsimError, WorkerLost
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """End a question that waits, with a value or an error."""
+    """Effect: complete a pending question with a value or an error."""
 
     question: int
     value: Any = None
@@ -28,18 +28,18 @@ class Answer(msgspec.Struct, frozen=True):
 
 
 class Tell(msgspec.Struct, frozen=True):
-    """Let a worker know how its generation stands."""
+    """Effect: notify a worker of the status of its generation."""
 
     worker: str
     notice: Notice
 
 
 class Keep(msgspec.Struct, frozen=True):
-    """Write down what must outlive a restart, before anything else is done."""
+    """Effect: save the state that must survive a restart, before any later effect."""
 
 
 class Note(msgspec.Struct, frozen=True):
-    """For people."""
+    """Effect: write a log message."""
 
     text: str
 
@@ -55,7 +55,7 @@ MANY_BARRIERS = 1024
 
 
 class Round:
-    """One that is under way."""
+    """A round in progress."""
 
     def __init__(self, key: Key, roster: Roster, until_s: float) -> None:
         self.key = key
@@ -66,32 +66,29 @@ class Round:
 
     @property
     def name(self) -> str:
-        """For people."""
         kind, which = self.key
         return f"barrier {which!r}" if kind == BARRIER else f"the checkpoint of step {which}"
 
     @property
     def missing(self) -> list[Peer]:
-        """Who has not reported."""
         return [peer for peer in self.roster.peers if peer.worker not in self.reports]
 
 
 class Rounds:
-    """All rounds of the generation that works."""
+    """All rounds of the current generation."""
 
     def __init__(self, committed: Checkpoint | None = None) -> None:
         self.committed = committed
         self._rounds: dict[Key, Round] = {}
         self._passed: dict[str, None] = {}
-        """Barriers of this generation."""
+        """Completed barriers of this generation."""
 
     @property
     def due_s(self) -> float:
-        """When the first of them ends without its last worker."""
         return min((round.until_s for round in self._rounds.values()), default=float("inf"))
 
     def barrier(self, roster: Roster, worker: str, name: str, question: int, until_s: float) -> list[Effect]:
-        """A worker has come to a barrier; the question is answered when all have."""
+        """Record that a worker reached a barrier; the question is answered when all have."""
         if name in self._passed:
             return [Answer(question)]
         key = (BARRIER, name)
@@ -99,7 +96,6 @@ class Rounds:
         return self._reported(round, worker, "", question)
 
     def begin(self, roster: Roster, step: int, until_s: float) -> list[Effect]:
-        """A checkpoint of that step is to be written."""
         if self.committed is not None and step <= self.committed.step:
             if step == self.committed.step:
                 return []
@@ -114,7 +110,7 @@ class Rounds:
         return [Note(f"{self._rounds[key].name} begins")]
 
     def report(self, worker: str, step: int, digest: str, question: int) -> list[Effect]:
-        """A worker has written its shard; the question is answered when all have."""
+        """Record that a worker has written its shard; the question is answered when all have."""
         done = self.committed
         round = self._rounds.get((CHECKPOINT, str(step)))
         if round is None and done is not None and done.step == step:
@@ -146,17 +142,16 @@ class Rounds:
         return [Keep(), Note(f"{round.name} is committed"), *answers]
 
     def gave_up(self, question: int) -> None:
-        """Nobody waits for this answer any more. What was reported stays reported."""
+        """Drop a question whose caller no longer waits. Its report stays recorded."""
         for round in self._rounds.values():
             round.questions.pop(question, None)
 
     def generation_over(self, reason: str) -> list[Effect]:
-        """End all rounds: not all of their members will ever report."""
+        """Abort all rounds, because not all of their members will report."""
         self._passed.clear()
         return [effect for round in tuple(self._rounds.values()) for effect in self._abort(round, reason)]
 
     def tick(self, now: float) -> list[Effect]:
-        """End the rounds whose time is over."""
         late = [round for round in self._rounds.values() if round.until_s <= now]
         return [
             effect
@@ -171,7 +166,7 @@ class Rounds:
 
 
 class Kept(msgspec.Struct, frozen=True):
-    """What a coordinator remembers when it starts again: numbers never go back, ranks stay, checkpoints are known."""
+    """The coordinator's persistent state: generation numbers never go back, ranks stay, checkpoints are known."""
 
     generation: int = 0
     ranks: dict[str, int] = {}
@@ -183,5 +178,4 @@ class Kept(msgspec.Struct, frozen=True):
 
 
 def names(peers: list[Peer]) -> str:
-    """For people."""
     return ", ".join(f"{peer.worker} (rank {peer.rank})" for peer in peers)

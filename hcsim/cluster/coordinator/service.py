@@ -1,4 +1,4 @@
-"""The coordinator: moves calls into its state machine, and effects out of it."""
+"""The coordinator's server: passes calls to the state machine and executes its effects."""
 
 from __future__ import annotations
 
@@ -46,29 +46,28 @@ class Coordinator:
         self._last_question = 0
         self._undone: deque[Effect] = deque()
         self._unsaved = ""
-        """Why what had to be written down could not be, as long as that is so."""
+        """Why the persistent state cannot be saved; empty if it can."""
         self._tasks: dict[asyncio.Task[Any], None] = {}
         self._news = News()
         self._strangers = Callers(host)
         self._registry = self._served()
 
     def open(self, listener: Listener) -> None:
-        """Take calls from now on."""
         self._start(self._strangers.accept(listener, self._called_by), "accept workers")
         self._start(self._keep_time(), "evict silent workers")
 
     @property
     def held_up(self) -> int:
-        """How much waits for something to be written down that could not be."""
+        """Return the number of effects that wait until the persistent state can be saved."""
         return len(self._undone)
 
     async def deserted(self) -> None:
-        """Return once nobody is registered."""
+        """Return once no worker is registered."""
         while self.state.workers:
             await self._news.next()
 
     async def close(self) -> None:
-        """Hang up on everybody. The workers look for a coordinator at the same address."""
+        """Close all connections. The workers look for a coordinator at the same address."""
         here = asyncio.current_task()
         tasks = tuple(task for task in self._tasks if task is not here)
         for task in tasks:
@@ -170,7 +169,6 @@ class Coordinator:
         return who
 
     async def _answered(self, event: Callable[[int, float], list[Effect]]) -> Any:
-        """The answer to a question that may have to wait."""
         self._last_question = question = self._last_question + 1
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._questions[question] = answer
@@ -188,7 +186,8 @@ class Coordinator:
     # Effects and time.
 
     def _do(self, effects: list[Effect]) -> None:
-        """Do it, behind what has not been done yet: nothing is said that had to be written down before and was not."""
+        """Execute the effects in order, after earlier ones: nothing is sent before the state that precedes it is
+        saved."""
         self._undone.extend(effects)
         while self._undone:
             if isinstance(self._undone[0], Keep) and not self._save():
@@ -209,7 +208,7 @@ class Coordinator:
         self._news.tell()
 
     def _save(self) -> bool:
-        """Write down what must outlive a restart; if that fails, people are told, once."""
+        """Save the persistent state; on failure, log it once."""
         try:
             keep(self._host.store, self._record, self.state.kept())
         except ConfigError as error:

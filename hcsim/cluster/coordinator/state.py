@@ -1,23 +1,26 @@
-"""Who is there, and who works together: events and `now` in, effects out.
+"""The coordinator's state machine: events and `now` in, effects out.
 
-A worker registers and gets a rank below the policy's number of workers. The rank is its own: when it starts again with
-its id it gets it back, unless a newcomer has filled the hole meanwhile (ranks that nobody ever had go first). It asks
-for a generation when it is ready to work. A generation is formed when everybody who is there is ready: the first one
-when all are registered, later ones with at least `least`. All its members get the whole list at once.
+A worker registers and gets a rank below the policy's number of workers. A worker that restarts with the same id
+gets its rank back, unless a new worker has taken it meanwhile (ranks that were never used are given out first).
+A worker asks for a generation when it is ready. A generation is formed when all registered workers are ready:
+the first one when the required number is registered, later ones with at least `least`. All its members get the
+complete roster at once.
 
-A generation is over when a member is silent for too long, starts anew, leaves, or asks for the next one. The others are
-told, the rounds that wait for it end with an error that names it, and the next generation has a higher number. Who is
-too busy to ask for that is left behind after a while. Somebody who only registers while others work, or asks again
-after it was left behind, does not disturb them: they are told that the generation is superseded. Members that ask for
-the next one without a reason to end this one come out of it in an orderly way: it is formed when all have asked.
+A generation ends when a member is silent for too long, restarts, leaves, or asks for the next one. The other
+members are notified, pending rounds end with an error that names the member, and the next generation has a
+higher number. A worker that is too busy to ask for it is left out after a while. A worker that registers while
+others work, or that asks again after it was left out, does not interrupt them: they are told that the
+generation is superseded. If members ask for the next generation without a failure, the end is orderly: the next
+one is formed when all have asked.
 
-If work failed in a generation, its members tell what they found, and the next one is formed without those that kept it
-from working (see `hcsim.cluster.diagnosis`). These wait for a while, longer each time, before they are let in again.
+After a failure, the members report their findings, and the next generation is formed without the culprits (see
+`hcsim.cluster.diagnosis`). A culprit is readmitted after a waiting time that grows with each exclusion.
 
-Whoever leaves with an outcome has done all work together with its generation. Who asks with the same outcome is told
-that all is done, and anybody else that it is too late. Once all have gone, the next work begins as the first did.
+A worker that leaves with an outcome has finished the work together with its generation. A worker that asks with
+the same outcome is told that all work is done; any other is told that it is too late. Once all have left, the
+next work begins like the first.
 
-Times are of a clock without jumps. If it is the coordinator that was asleep, nobody is evicted for it.
+Times are of a monotonic clock. If the coordinator itself was suspended, no worker is evicted for that time.
 """
 
 from __future__ import annotations
@@ -40,7 +43,7 @@ NEXT = "asks for the next generation"
 
 
 class Stage(Enum):
-    """Of a worker's life."""
+    """The stages of a worker's life."""
 
     REGISTERED = "registered"
     READY = "ready"
@@ -51,7 +54,7 @@ class Stage(Enum):
 
 
 class Turn(Enum):
-    """What takes a worker from one stage to the next."""
+    """The events that take a worker from one stage to the next."""
 
     ASKED = "asks for a generation"
     GAVE_UP = "does not wait for it any more"
@@ -85,7 +88,7 @@ TRANSITIONS: dict[tuple[Stage, Turn], Stage] = {
 
 
 class Entry:
-    """A worker that is there."""
+    """A registered worker."""
 
     def __init__(self, who: Register, rank: int, now: float) -> None:
         self.who = who
@@ -93,35 +96,32 @@ class Entry:
         self.stage = Stage.REGISTERED
         self.heard_s = now
         self.attached = True
-        """Whether its connection is open."""
         self.question: int | None = None
-        """Its question for a generation, or to be let go."""
+        """Its pending question, for a generation or for permission to leave."""
         self.since_s = now
         """When it asked."""
         self.node = ""
         self.since = 0
-        """The first generation that it was in, of those without a gap."""
+        """The first of the consecutive generations that contain it."""
         self.apart_s = -inf
-        """Until then it is in no generation, since it kept one from working."""
+        """The time until which it is quarantined, because it kept a generation from working."""
 
     @property
     def name(self) -> str:
-        """For people."""
         return f"{self.who.name or self.who.worker} (rank {self.rank})"
 
     @property
     def member(self) -> str:
-        """The node that it is to the others."""
+        """The node id under which other workers know it."""
         return self.node or self.who.worker
 
     @property
     def peer(self) -> Peer:
-        """As the others of its generation know it."""
         who = self.who
         return Peer(self.rank, who.worker, who.address, who.life, who.name, who.home, self.node, self.since)
 
     def turn(self, turn: Turn) -> None:
-        """Go on to the next stage, where the table has one."""
+        """Go to the next stage, if the table has a transition for this event."""
         after = TRANSITIONS.get((self.stage, turn))
         if after is None:
             raise CallRefused(f"{self.who.worker} {turn.value}, but it is {self.stage.value}")
@@ -129,45 +129,41 @@ class Entry:
 
 
 class State:
-    """The coordinator's mind."""
+    """The state of the coordinator."""
 
     def __init__(self, policy: Policy, cluster: str, kept: Kept, now: float, line: str = "") -> None:
         self.policy = policy
         self.cluster = cluster
         self.workers: dict[str, Entry] = {}
         self.ranks = dict(kept.ranks)
-        """Who had which rank last, the gone included."""
+        """The last rank of each worker, including those that have gone."""
         self.owners = dict(kept.owners)
-        """Which node a worker's name belongs to, where nodes prove who they are."""
+        """The node that owns each worker's name, if nodes are authenticated."""
         self.generation = kept.generation
         self.line = kept.line or line
         self.finished = kept.finished
-        """Whether all work was done, and none has begun since."""
         self.outcomes = dict(kept.outcomes)
-        """What came of the work that is done, and who said so last."""
+        """The outcome of the finished work, and the workers that reported it last."""
         self.roster: Roster | None = None
         self.over = ANEW if kept.generation else "work begins"
-        """Why nobody works, where nobody does."""
+        """Why no generation is working, if none is."""
         self._last: tuple[Peer, ...] = ()
-        """Who was in it."""
         self._diagnosis = Diagnosis("")
         self._apart: dict[str, Quarantine] = {}
         self._ended_s = now
-        """When the last generation was over."""
         self.rounds = Rounds(kept.committed)
         self._settled_s = now + policy.silence_s if kept.generation else now
-        """Until then those who worked before we started anew may call again."""
+        """Until then, workers from before a restart of the coordinator may reconnect."""
         self._watch = Watch(now, policy.heartbeat_s)
 
     def kept(self) -> Kept:
-        """What must outlive a restart."""
         committed = self.rounds.committed
         return Kept(self.generation, self.ranks, self.owners, committed, self.line, self.finished, self.outcomes)
 
     # What workers ask.
 
     def register(self, who: Register, now: float, node: str = "") -> tuple[Registered, list[Effect]]:
-        """A worker calls, for the first time or again, from a node that has proved who it is (or has not)."""
+        """Register a worker, for the first time or again. `node` is its authenticated node id, or empty."""
         effects = self._awoke(now)
         if self.owners.get(who.worker, node) != node:
             raise CallRefused(f"the name {who.worker} belongs to another node: choose another one")
@@ -194,7 +190,6 @@ class State:
         return Registered(entry.rank, self.policy), effects
 
     def heartbeat(self, who: Register, generation: int, now: float) -> tuple[Notice, list[Effect]]:
-        """A worker is alive; it learns how its generation stands."""
         effects = self._awoke(now)
         self._entry(who).heard_s = now
         return self._notice(generation, now), effects
@@ -209,9 +204,9 @@ class State:
         outcome: str = "",
         found: Sequence[Findings] = (),
     ) -> list[Effect]:
-        """A worker asks for a generation later than `after`; answered when there is one. `why` says why that one is
-        over; empty: all its members come out of it. If its work is done, `outcome` says what came of it; if it failed,
-        `found` what was seen of that."""
+        """Request a generation later than `after`; the question is answered when there is one. `why` says why the
+        current one ended; it is empty if all members leave it together. If the worker has finished its work,
+        `outcome` is the result; if the work failed, `found` contains its findings."""
         effects = self._awoke(now)
         entry = self._entry(who)
         entry.heard_s = now
@@ -237,8 +232,8 @@ class State:
     def leave(
         self, who: Register, question: int, now: float, outcome: str = "", *, orderly: bool = False
     ) -> list[Effect]:
-        """A worker wants to go; answered when nobody counts on it any more. If that is `orderly`, its generation is not
-        over at once; if all work is done, `outcome` says what came of it."""
+        """Remove a worker; the question is answered when no other worker depends on it. If `orderly`, its generation
+        does not end at once; if all work is done, `outcome` is the result."""
         effects = self._awoke(now)
         entry = self._entry(who)
         if entry.question is not None:
@@ -253,7 +248,7 @@ class State:
         return effects + self._emptied(now) + self._released(now) + self._form(now)
 
     def gave_up(self, question: int) -> None:
-        """Nobody waits for this answer any more."""
+        """Drop a question whose caller no longer waits."""
         self.rounds.gave_up(question)
         for entry in self.workers.values():
             if entry.question == question:
@@ -262,29 +257,25 @@ class State:
                     entry.turn(Turn.GAVE_UP)
 
     def lost(self, who: Register) -> None:
-        """A worker's connection has ended; it may call again until it has been silent for too long."""
+        """Record that a worker's connection has closed; it may reconnect until it is evicted for silence."""
         entry = self.workers.get(who.worker)
         if entry is not None and entry.who.life == who.life:
             entry.attached = False
 
     def barrier(self, who: Register, generation: int, name: str, question: int, now: float) -> list[Effect]:
-        """See `Rounds.barrier`."""
         roster = self._working(who, generation)
         return self.rounds.barrier(roster, who.worker, name, question, now + self.policy.barrier_s)
 
     def begin(self, who: Register, generation: int, step: int, now: float) -> list[Effect]:
-        """See `Rounds.begin`."""
         return self.rounds.begin(self._working(who, generation), step, now + self.policy.checkpoint_s)
 
     def report(self, who: Register, generation: int, step: int, digest: str, question: int) -> list[Effect]:
-        """See `Rounds.report`."""
         self._working(who, generation)
         return self.rounds.report(who.worker, step, digest, question)
 
     # Time.
 
     def tick(self, now: float) -> list[Effect]:
-        """Do what is due."""
         effects = self._awoke(now)
         for entry in tuple(self.workers.values()):
             if entry.stage is not Stage.GONE and now - entry.heard_s >= self.policy.silence_s:
@@ -293,7 +284,7 @@ class State:
         return effects + self._released(now) + self._form(now) + self.rounds.tick(now)
 
     def due_s(self, now: float) -> float:
-        """When something is due next; at the latest after a heartbeat's time."""
+        """Return when something is due next, at the latest after one heartbeat interval."""
         entries = self.workers.values()
         times = [entry.heard_s + self.policy.silence_s for entry in entries]
         times += [entry.since_s + self.policy.leave_s for entry in entries if entry.stage is Stage.LEAVING]
@@ -306,7 +297,7 @@ class State:
         return self._watch.due_s
 
     def _awoke(self, now: float) -> list[Effect]:
-        """If we have been away since we were to look again, nobody was silent in that time."""
+        """If the coordinator was suspended, count no worker as silent for that time."""
         away_s = self._watch.away_s(now)
         if not away_s:
             return []
@@ -365,13 +356,12 @@ class State:
                 raise refusal(name, differences)
 
     def _members(self) -> list[Entry]:
-        """Who is in the generation, as far as it is there."""
         peers = () if self.roster is None else self.roster.peers
         known = [self.workers.get(peer.worker) for peer in peers]
         return [entry for entry, peer in zip(known, peers, strict=True) if entry and entry.who.life == peer.life]
 
     def _emptied(self, now: float) -> list[Effect]:
-        """All have come out of the generation: the next one may be formed."""
+        """All members have left the generation: allow the next one to be formed."""
         if self.roster is None or any(entry.stage is Stage.WORKING for entry in self._members()):
             return []
         self._ended_s = now
@@ -379,7 +369,7 @@ class State:
         return self.rounds.generation_over(self.over)
 
     def _stuck(self, now: float) -> list[Effect]:
-        """Some have come out of the generation, and the others do not."""
+        """End the generation if some members have asked for the next one and the others do not follow in time."""
         members = self._members()
         working = [entry for entry in members if entry.stage is Stage.WORKING]
         out = [entry for entry in members if entry.stage is Stage.READY and now >= entry.since_s + self.policy.form_s]
@@ -389,7 +379,6 @@ class State:
         return self._end(f"{out[0].name} came out of it {self.policy.form_s:g} s before {names}", now)
 
     def _finished(self, outcome: str, entry: Entry) -> list[Effect]:
-        """All work is done."""
         effects: list[Effect] = [] if outcome in self.outcomes else [Keep(), Note(f"{entry.name} has finished")]
         self.outcomes[outcome], self.finished = entry.who.name or entry.who.worker, True
         for other in self.workers.values():
@@ -400,7 +389,6 @@ class State:
         return effects
 
     def _too_late(self, question: int, outcome: str) -> Answer:
-        """To who asks for more work when all is done."""
         if outcome in self.outcomes:
             return Answer(question, Roster(self.cluster, self.generation, ()))
         who = ", ".join(dict.fromkeys(self.outcomes.values()))
@@ -408,7 +396,7 @@ class State:
         return Answer(question, error=HcsimError(text))
 
     def _end(self, reason: str, now: float) -> list[Effect]:
-        """The generation cannot work any more; who still works in it is told, and has time to ask for the next."""
+        """End the generation after a failure: its working members are notified and have time to ask for the next."""
         if self.roster is None:
             return []
         self._ended_s = now
@@ -433,7 +421,7 @@ class State:
         return effects + self._released(now) + self._form(now)
 
     def _released(self, now: float) -> list[Effect]:
-        """Let those go who leave and whom nobody counts on any more."""
+        """Let leaving workers go on which no other worker depends."""
         effects: list[Effect] = []
         busy = any(entry.stage is Stage.WORKING for entry in self.workers.values())
         for entry in tuple(self.workers.values()):
@@ -452,20 +440,19 @@ class State:
         return effects
 
     def _failed_in(self) -> list[str]:
-        """The members of the last generation that are there, seniors first."""
+        """Return the members of the last generation that are still registered, seniors first."""
         peers = sorted(self._last, key=lambda peer: (peer.since, peer.rank))
         entries = [self.workers.get(peer.worker) for peer in peers]
         return [e.member for e, p in zip(entries, peers, strict=True) if e is not None and e.who.life == p.life]
 
     def _pending_s(self, now: float) -> float:
-        """Until when members of a generation that failed may tell what they found."""
         if self.roster is not None or self._diagnosis.ours is None:
             return inf
         until_s = self._diagnosis.pending_until_s(self.line, self.generation, self._failed_in(), now)
         return inf if until_s is None or now >= until_s else until_s
 
     def _leave_out(self, now: float) -> list[Effect]:
-        """Those that kept the last generation from working wait before they are in another one."""
+        """Quarantine the members that kept the last generation from working."""
         culprits = self._diagnosis.culprits(self.line, self.generation, self._failed_in(), now)
         effects: list[Effect] = []
         for entry in self.workers.values():
@@ -477,14 +464,13 @@ class State:
         return effects
 
     def _let_in(self, now: float) -> list[Effect]:
-        """Those that have waited long enough are waited for."""
         back = [entry for entry in self.workers.values() if -inf < entry.apart_s <= now]
         for entry in back:
             entry.apart_s = -inf
         return self._superseded() if back else []
 
     def _changes(self, ready: list[Entry]) -> str:
-        """In what those who are ready differ from those who were in the last generation."""
+        """Describe how the ready workers differ from the members of the last generation."""
         peers = [entry.peer for entry in ready]
         before, now = (
             {(peer.worker, peer.life): peer.name or peer.worker for peer in each} for each in (self._last, peers)
@@ -493,7 +479,6 @@ class State:
         return ", ".join(joined + [f"{name} left" for key, name in before.items() if key not in now]) or self.over
 
     def _form(self, now: float) -> list[Effect]:
-        """The next generation, if everybody is ready for it."""
         policy = self.policy
         if self.roster is None and self._pending_s(now) < inf:
             return []

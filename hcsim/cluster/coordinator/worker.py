@@ -1,19 +1,19 @@
-"""A worker's side of the coordinator: it registers, sends its heartbeats, and calls again when the connection is lost.
+"""A worker's side of the coordinator: it registers, sends heartbeats, and reconnects when the connection is lost.
 
-async with await Worker.join(host, "mini.local:52415", "studio", "studio.local:52416") as worker:
-    while True:
-        roster = await worker.ready()
-        async with await Group.open(host, roster.membership(worker.name)) as group:
-            try:
-                await worker.during(roster, train(group))
-                break
-            except (WorkerLost, CollectiveError):
-                continue  # somebody died: the rest goes on, in the next generation
+    async with await Worker.join(host, "mini.local:52415", "studio", "studio.local:52416") as worker:
+        while True:
+            roster = await worker.ready()
+            async with await Group.open(host, roster.membership(worker.name)) as group:
+                try:
+                    await worker.during(roster, train(group))
+                    break
+                except (WorkerLost, CollectiveError):
+                    continue  # a worker was lost: the rest continues, in the next generation
 
-`Coordinated` is the `Conductor` of those that train: it takes its views from the coordinator's generations. Members
-order themselves as they do without a coordinator: who has been there for longer comes first, newcomers last. While the
-coordinator is away they go on, and call it again. Whoever needs it then, for a view or because it just came, waits for
-it for a while, and ends with an error.
+`Coordinated` is the `Conductor` used in training: it takes its views from the coordinator's generations.
+Members are ordered as without a coordinator: by seniority, newcomers last. While the coordinator is unreachable
+they continue to work and try to reconnect. A worker that needs the coordinator then, for a view or because it
+has just started, waits for a limited time and ends with an error.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ RETRY_S = 0.2
 
 
 class Worker:
-    """This worker. Make one with `join`."""
+    """A registered worker. Create one with `join`."""
 
     def __init__(
         self, host: Host, coordinator: str, who: Register, patience_s: float, tell: Callable[[str], None]
@@ -54,14 +54,14 @@ class Worker:
         self.host = host
         self._tell = tell
         self.rank = -1
-        """Stable: a worker that starts again with its name gets it back."""
+        """Stable: a worker that restarts with the same name gets it back."""
         self._coordinator = coordinator
         self._who = who
         self._patience_s = patience_s
         self._policy: Policy | None = None
         self._line: Endpoint | None = None
         self._found: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Done while we are registered; it has the reason when we never will be again."""
+        """Done while registered; has an exception once registration is no longer possible."""
         self._generation = 0
         self._over: dict[int, asyncio.Future[str]] = {}
         self._superseded = False
@@ -69,17 +69,17 @@ class Worker:
         self._staying: asyncio.Task[None] | None = None
         self._has_left = False
         self.endures = False
-        """Whether we can do without the coordinator for as long as we ask it nothing."""
+        """Whether the worker tolerates an unreachable coordinator as long as it has no request to it."""
         self._asking = 0
         self._lost = ""
-        """Why we have to look for the coordinator again."""
+        """Why the coordinator has to be found again."""
 
     @classmethod
     async def join(
         cls, host: Host, coordinator: str, name: str, address: str, *, patience_s: float = PATIENCE_S
     ) -> Worker:
-        """Register as `name`, with collectives at `address`; the coordinator is waited for and looked for again
-        for at most `patience_s`."""
+        """Register as `name`, with collectives at `address`. Retry for at most `patience_s`, now and after a lost
+        connection."""
         life = host.rng("coordinated worker", name, repr(host.clock.now())).getrandbits(61)
         return await cls.registered(host, coordinator, Register(name, life, address), patience_s)
 
@@ -92,7 +92,8 @@ class Worker:
         patience_s: float = PATIENCE_S,
         tell: Callable[[str], None] = lambda what: None,
     ) -> Worker:
-        """Register with all that there is to say of us. `tell` hears when the coordinator is lost, and found again."""
+        """Register with a complete registration request. `tell` is called when the coordinator is lost, and when it
+        is found again."""
         worker = cls(host, coordinator, who, patience_s, tell)
         worker._staying = host.spawn(worker._stay(), name=f"stay with the coordinator as {who.worker}")
         try:
@@ -112,27 +113,24 @@ class Worker:
 
     @property
     def name(self) -> str:
-        """Our id."""
         return self._who.worker
 
     @property
     def policy(self) -> Policy:
-        """The coordinator's."""
         assert self._policy is not None  # `join` returns a worker that is registered
         return self._policy
 
     @property
     def generation(self) -> int:
-        """The last one that we were in; 0: none."""
+        """The last generation that contained this worker; 0: none."""
         return self._generation
 
     @property
     def superseded(self) -> bool:
-        """Whether somebody waits to be in the next generation: ask for it after this step."""
+        """Whether a worker waits to join the next generation: ask for it after this step."""
         return self._superseded
 
     def over(self, generation: int) -> asyncio.Future[str]:
-        """Done, with the reason, once that generation cannot work any more."""
         if generation not in self._over:
             self._over[generation] = asyncio.get_running_loop().create_future()
             if generation < self._generation:
@@ -140,15 +138,15 @@ class Worker:
         return self._over[generation]
 
     async def ready(self, *, deadline_s: float | None = None) -> Roster:
-        """The next generation that we are in, once all its members are ready, with all of them."""
+        """Return the next generation that contains this worker, once all its members are ready."""
         return await self.after(NEXT, deadline_s=deadline_s)
 
     async def after(
         self, why: str, outcome: str = "", found: tuple[Findings, ...] = (), *, deadline_s: float | None = None
     ) -> Roster:
-        """The same; `why` says why ours is over, and is empty if all its members come out of it. If our work is done,
-        `outcome` says what came of it: the roster is empty if others have finished with the same. If it failed, `found`
-        says what we saw of that."""
+        """Like `ready`, with a reason. `why` says why the present generation ended; it is empty if all its members
+        leave it together. If the work is finished, `outcome` is the result: the roster is empty if others have
+        finished with the same outcome. If the work failed, `found` contains this worker's findings."""
         roster = await self._ask(messages.READY, self._generation, why, outcome, found, deadline_s=deadline_s)
         if outcome and not roster.peers:
             return roster
@@ -161,7 +159,7 @@ class Worker:
         return roster
 
     async def during(self, roster: Roster, work: Coroutine[Any, Any, T]) -> T:
-        """Do the work, or end it with an error that says who was lost, as soon as the generation is over."""
+        """Run the coroutine. Once the generation ends, cancel it and raise an error that names the lost worker."""
         over = self.over(roster.generation)
         task: asyncio.Task[T] = self.host.spawn(work, name=f"work in generation {roster.generation}")
         over.add_done_callback(lambda _: task.cancel())
@@ -175,23 +173,23 @@ class Worker:
             raise
 
     async def barrier(self, name: str = "") -> None:
-        """Return when all workers of our generation have come to it; all call the same barriers in the same order."""
+        """Return when all workers of the generation have reached it; all must call the same barriers in the same
+        order."""
         self._barriers += 1
         await self._ask(messages.BARRIER, self._generation, f"{name}#{self._barriers}")
 
     async def checkpoint(self, step: int, digest: str) -> Checkpoint:
-        """Say that our shard is written. Returns once everybody's is; otherwise nothing is committed, and it can be
-        tried again."""
+        """Report that this worker's shard is written. Return once all shards are; otherwise nothing is committed,
+        and the call can be repeated."""
         await self._ask(messages.BEGIN, self._generation, step)
         return await self._ask(messages.REPORT, self._generation, step, digest)
 
     async def committed(self) -> Checkpoint | None:
-        """The last checkpoint that everybody has written."""
         found = await self._ask(messages.COMMITTED)
         return found[0] if found else None
 
     async def leave(self, outcome: str = "", *, orderly: bool = False) -> None:
-        """Be in no further generation; returns when nobody counts on us any more, or nobody is there to tell. See
+        """Leave for good; return when no other worker depends on this one, or the coordinator is unreachable. See
         `State.leave`."""
         if self._line is not None:
             limit_s = self.policy.leave_s + self.policy.silence_s
@@ -202,7 +200,7 @@ class Worker:
         self._has_left = True
 
     async def close(self) -> None:
-        """Stop. Without `leave`, the others find out by our silence."""
+        """Stop. Without `leave`, the others notice only by the missing heartbeats."""
         if self._staying is not None:
             self._staying.cancel()
             await asyncio.gather(self._staying, return_exceptions=True)
@@ -212,7 +210,7 @@ class Worker:
     # The connection.
 
     async def _ask(self, procedure: Procedure[T], *args: Any, deadline_s: float | None = None) -> T:
-        """Ask until there is an answer: whatever is asked here may be asked twice."""
+        """Call a procedure and retry until there is an answer, so every request must be idempotent."""
         late = f"{procedure.name} was not answered within {deadline_s or 0:g} s"
         self._asking += 1
         try:
@@ -229,7 +227,6 @@ class Worker:
             self._asking -= 1
 
     async def _stay(self) -> None:
-        """Be registered and alive, as long as there is a coordinator."""
         try:
             while not self._has_left:
                 await self._register()
@@ -269,7 +266,6 @@ class Worker:
             await self.host.clock.sleep(RETRY_S)
 
     async def _beat(self) -> None:
-        """Send heartbeats until the coordinator is lost, or has lost us."""
         line, policy = self._line, self.policy
         assert line is not None
         try:
@@ -326,7 +322,7 @@ def _being_cancelled() -> bool:
 
 
 class Coordinated:
-    """This machine's part of a cluster that a coordinator holds together."""
+    """The `Conductor` of a machine in a cluster with a coordinator."""
 
     def __init__(
         self,
@@ -348,38 +344,34 @@ class Coordinated:
         self._worker: Worker | None = None
         self._view: View | None = None
         self._broken = ""
-        """Why the view that we are in is over for us."""
+        """Why the present view has failed for this node."""
         self._diagnosis = Diagnosis(me.node)
         self._to_check = False
-        """Whether we have to see which members we can work with before we ask for the next view."""
+        """Whether the other members have to be checked before the next view is requested."""
         self._checker: Checker | None = None
         self._outcome = ""
 
     async def start(self) -> None:
-        """There is nothing to do before somebody asks for a view, and can be called: then we register."""
+        """Do nothing: registration happens at the first request for a view."""
 
     async def stop(self, reason: str = "it was stopped") -> None:
-        """Be no member any more."""
         if self._worker is not None:
             await self._worker.close()
 
     @property
     def us(self) -> Member:
-        """This node, in this life."""
         return self._us
 
     @property
     def identified(self) -> bool:
-        """In a cluster with a secret they do."""
+        """Return whether the cluster has a secret."""
         return self._identified
 
     @property
     def ways(self) -> Ways | None:
-        """Nothing is measured."""
         return None
 
     async def view(self, after: int, outcome: str = "") -> View | None:
-        """See `Conductor.view`."""
         worker = await self._joined()
         while True:
             why = self._broken
@@ -399,40 +391,36 @@ class Coordinated:
                 return self._adopted(roster)
 
     def over(self, epoch: int) -> asyncio.Future[str]:
-        """Done once the view of that epoch cannot work any more."""
         assert self._worker is not None  # whoever asks has a view
         return self._worker.over(epoch)
 
     def superseded(self, epoch: int) -> bool:
-        """Whether somebody waits to be in the next view, or would like to leave this one."""
+        """Return whether a worker waits to join the next view, or this node wants to leave the present one."""
         assert self._worker is not None
         return self._worker.superseded or self._worker.generation > epoch
 
     def preparing(self, epoch: int) -> bool:
-        """Who asks to be let in has nothing left to prepare."""
+        """Return False: a worker that asks to join has nothing left to prepare."""
         return False
 
     def will_be_let_in(self, epoch: int) -> bool:
-        """Nobody works alone who waits for the coordinator's word."""
+        """Return False: a worker that waits for the coordinator does not work alone."""
         return False
 
     def surveyed(self, epoch: int) -> None:
-        """See `Conductor.surveyed`."""
         self._diagnosis.surveyed(epoch)
 
     def broken(self, epoch: int, failure: Failure) -> None:
-        """Our work in that view failed; we say so when we ask for the next one."""
+        """Record the failure; it is reported with the request for the next view."""
         if self._view is not None and epoch == self._view.epoch:
             self._broken = f"could not go on: {failure.reason}"
             now = self._host.clock.elapsed()
             self._to_check = self._diagnosis.failed(self._view.lineage, epoch, failure, now) or self._to_check
 
     def check_with(self, check: Checker | None) -> None:
-        """See by this whether this machine can work with others."""
         self._checker = check
 
     async def _check(self) -> None:
-        """Find out which members of a view that failed cannot be worked with."""
         if not self._to_check or self._view is None:
             return
         self._to_check = False
@@ -445,11 +433,10 @@ class Coordinated:
         self._diagnosis.checked(self._view.epoch, wrong)
 
     def finish(self, outcome: str) -> None:
-        """The coordinator hears of it when we leave, which is at once."""
+        """Record the outcome; the coordinator is told by `leave`, which follows at once."""
         self._outcome = outcome
 
     async def leave(self) -> None:
-        """Be in no further view; returns when the others know, or after a deadline."""
         if self._worker is not None:
             await self._worker.leave(self._outcome, orderly=True)
 

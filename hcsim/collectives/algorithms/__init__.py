@@ -1,4 +1,4 @@
-"""Which algorithms there are for which operation, and the one way to ask for a plan."""
+"""The registry of algorithms by operation, and the function that makes a plan."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ PLANNERS: dict[str, dict[str, Planner]] = {
     "scatter": {"tree": tree.scatter, "centralized": direct.centralized_scatter},
     "barrier": {"dissemination": doubling.dissemination_barrier},
 }
-"""Algorithm by operation and name."""
+"""Planners by operation and algorithm."""
 
 AUTO = {operation: tuple(planners) for operation, planners in PLANNERS.items()}
-"""Among which `auto` chooses: plugins, which may be there on some ranks only, are taken where they are named."""
+"""The candidates of `auto`. Algorithms of plugins are used only by name, because some ranks may lack them."""
 
 _NEEDS: dict[str, tuple[str, ...]] = {
     "all_gather": ("counts",),
@@ -41,25 +41,23 @@ _NEEDS: dict[str, tuple[str, ...]] = {
     "scatter": ("counts",),
     "all_to_all": ("sent", "received"),
 }
-"""The fields that say how large an operation is, where it is not `length`."""
+"""The shape fields that give the size of an operation, if it is not `length`."""
 
 
 def algorithms(operation: str) -> tuple[str, ...]:
-    """The names of an operation's algorithms."""
     if operation not in PLANNERS:
         raise UsageError(f"there is no operation {operation!r}; there are {', '.join(PLANNERS)}")
     return tuple(PLANNERS[operation])
 
 
 def register_algorithm(operation: str, name: str, planner: Planner) -> None:
-    """One more, which a plugin brings: what each rank does, by its rank and the operation's shape."""
+    """Register the algorithm of a plugin: a planner maps a rank and the operation's shape to a plan."""
     if name in algorithms(operation) or name == "auto":
         raise UsageError(f"{operation} has an algorithm {name!r} already")
     PLANNERS[operation][name] = planner
 
 
 def plan(operation: str, algorithm: str, rank: int, shape: Shape) -> Plan:
-    """What this rank does."""
     if algorithm not in algorithms(operation):
         valid = ", ".join(algorithms(operation))
         raise UsageError(f"{operation} has no algorithm {algorithm!r}; it has {valid}")
@@ -75,12 +73,12 @@ def plan(operation: str, algorithm: str, rank: int, shape: Shape) -> Plan:
 
 
 def plans(operation: str, algorithm: str, shape: Shape) -> list[Rounds]:
-    """What every rank does, with its peers named by rank, where all have the same shape."""
+    """Return the rounds of every rank, with peers as ranks, for ranks of equal shape."""
     return [plan(operation, algorithm, rank, shape).by_rank() for rank in range(shape.world)]
 
 
 def buffer_elements(operation: str, shape: Shape) -> int:
-    """How many elements the buffer has that the operation's plans address."""
+    """Return the number of elements of the buffer that the operation's plans address."""
     fields = _NEEDS.get(operation, ())
     if fields:
         return sum(sum(getattr(shape, field)) for field in fields)

@@ -1,23 +1,26 @@
-"""Algorithms in which the distance between partners doubles, or halves, with each step: few steps, for any world.
+"""Algorithms in which the distance between partners doubles or halves in each step: few steps, for any world size.
 
-Recursive doubling: in step s, ranks at distance 2^s exchange all they have. An all_reduce costs
-log2(n) (latency + L / bandwidth): the fewest steps, so it suits short messages. An all_gather costs
-log2(n) latency + (n - 1) / n L / bandwidth.
+Recursive doubling: in step s, ranks at distance 2^s exchange all they have. An all_reduce costs log2(n)
+(latency + L / bandwidth): the fewest steps, so it suits short messages. An all_gather costs log2(n) latency +
+(n - 1) / n L / bandwidth.
 
-Halving, then doubling: in the reduce-scatter by halving, partners at distance n/2, n/4, … 1 each give the other half of
-the range they still share and add up the half they keep. The all-gather by doubling retraces it. An all_reduce costs
-2 log2(n) latency + 2 (n - 1) / n L / bandwidth: logarithmically many steps and the least possible bytes.
+Halving, then doubling: in the reduce-scatter by halving, partners at distance n/2, n/4, … 1 each give the other
+half of the range they still share and reduce the half they keep. The all-gather by doubling retraces it. An
+all_reduce costs 2 log2(n) latency + 2 (n - 1) / n L / bandwidth: logarithmically many steps and the least
+possible bytes.
 
-Both need a power of two. With e ranks too many, the first 2e are folded into pairs: the odd rank
-gives its data to the even one, rests, and is given the result. The remaining ranks are
-numbered anew, in order, so that what each stands for is still a range of ranks. Folding costs
-up to 2 (latency + L / bandwidth).
+Both need a power of two. With e ranks too many, the first 2e are folded into pairs: the odd rank gives its data
+to the even one, idles, and receives the result. The remaining ranks are renumbered in order, so that each still
+stands for a range of ranks. Folding costs up to 2 (latency + L / bandwidth).
 
-The dissemination barrier: after step s every rank has heard of the 2^(s + 1) ranks up to itself. That takes
-ceil(log2 n) latencies for any n, and no rank is special.
+The dissemination barrier: after step s every rank has a signal from the 2^(s + 1) ranks up to itself. This
+takes ceil(log2 n) latencies for any n, and no rank is special.
 
-R. Thakur, R. Rabenseifner, W. Gropp: Optimization of collective communication operations in MPICH, IJHPCA 19 (2005).
+R. Thakur, R. Rabenseifner, W. Gropp: Optimization of collective communication operations in MPICH, IJHPCA 19
+(2005).
+
 R. Rabenseifner: Optimization of collective reduction operations, ICCS 2004.
+
 D. Hensgen, R. Finkel, U. Manber: Two algorithms for barrier synchronization, IJPP 17 (1988).
 """
 
@@ -31,42 +34,42 @@ _Range: TypeAlias = tuple[int, int]
 
 
 class FoldedWorld(NamedTuple):
-    """How `world` ranks become `active` ones, a power of two: the first 2 × `extra` ranks pair up.
+    """The folding of `world` ranks into `active` ones, a power of two: the first 2 × `extra` ranks form pairs.
 
-    A pair's even rank is the host and works, its odd rank is the guest and rests; any other
-    rank is its own host and guest."""
+    In a pair, the even rank is the host and works, the odd rank is the guest and idles. Any other rank is its own
+    host and guest."""
 
     active: int
     extra: int
 
     @classmethod
     def of(cls, world: int) -> FoldedWorld:
-        """The largest power of two that fits."""
+        """Return the folding into the largest power of two that fits."""
         active = 1 << (world.bit_length() - 1)
         return cls(active, world - active)
 
     def host(self, rank: int) -> int:
-        """The rank that works for this one."""
+        """Return the rank that works for this one."""
         return rank & ~1 if rank < 2 * self.extra else rank
 
     def guest(self, rank: int) -> int:
-        """The rank that this rank's host works for."""
+        """Return the rank that this rank's host works for."""
         return rank | 1 if rank < 2 * self.extra else rank
 
     def number(self, rank: int) -> int:
-        """The number that this rank's host has among the active."""
+        """Return the active number of this rank's host."""
         return rank // 2 if rank < 2 * self.extra else rank - self.extra
 
     def rank(self, number: int) -> int:
-        """The rank of an active number; for `active` itself, the world size."""
+        """Return the rank of an active number; for `active` itself, the world size."""
         return 2 * number if number < self.extra else number + self.extra
 
     def distances(self) -> list[int]:
-        """1, 2, 4, … below `active`."""
+        """Return 1, 2, 4, … below `active`."""
         return [1 << step for step in range(self.active.bit_length() - 1)]
 
     def around(self, rank: int, work: Rounds, take: type[Recv | Reduce], given: _Range, returned: _Range) -> Rounds:
-        """The host's rounds of work; before them the guest gives it a range, after them it returns one."""
+        """Wrap the host's rounds: the guest first gives the host a range, and finally receives one."""
         host, guest = self.host(rank), self.guest(rank)
         if not self.extra:
             return work
@@ -78,7 +81,7 @@ class FoldedWorld(NamedTuple):
 
 
 def doubling_all_reduce(rank: int, shape: Shape) -> Plan:
-    """Partners exchange and add; each ends with the sum of both."""
+    """Exchange and reduce with each partner, so that both end with the sum."""
     fold, everything = FoldedWorld.of(shape.world), (0, shape.length)
     peers = [fold.rank(fold.number(rank) ^ distance) for distance in fold.distances()]
     work = tuple((Send(peer, *everything), Reduce(peer, *everything)) for peer in peers)
@@ -86,7 +89,7 @@ def doubling_all_reduce(rank: int, shape: Shape) -> Plan:
 
 
 def _doubling_rounds(rank: int, fold: FoldedWorld, cuts: tuple[int, ...]) -> Rounds:
-    """All-gather among the active: number v starts with [cuts[v], cuts[v + 1]) and ends with everything."""
+    """All-gather among the active ranks: number v starts with [cuts[v], cuts[v + 1]) and ends with everything."""
     rounds: list[Round] = []
     number = fold.number(rank)
     for distance in fold.distances():
@@ -98,7 +101,7 @@ def _doubling_rounds(rank: int, fold: FoldedWorld, cuts: tuple[int, ...]) -> Rou
 
 
 def doubling_all_gather(rank: int, shape: Shape) -> Plan:
-    """Partners exchange all the parts they have."""
+    """Exchange all parts so far with each partner."""
     fold, parts = FoldedWorld.of(shape.world), offsets(shape.counts)
     cuts = tuple(parts[fold.rank(number)] for number in range(fold.active + 1))
     guest = fold.guest(rank)
@@ -107,7 +110,7 @@ def doubling_all_gather(rank: int, shape: Shape) -> Plan:
 
 
 def _halving_rounds(rank: int, fold: FoldedWorld, cuts: tuple[int, ...]) -> Rounds:
-    """Reduce-scatter among the active: number v ends with the sum of [cuts[v], cuts[v + 1])."""
+    """Reduce-scatter among the active ranks: number v ends with the sum of [cuts[v], cuts[v + 1])."""
     rounds: list[Round] = []
     number = fold.number(rank)
     for distance in reversed(fold.distances()):
@@ -119,7 +122,6 @@ def _halving_rounds(rank: int, fold: FoldedWorld, cuts: tuple[int, ...]) -> Roun
 
 
 def halving_doubling_all_reduce(rank: int, shape: Shape) -> Plan:
-    """Reduce-scatter by halving, finish the own chunk, all-gather by doubling."""
     fold, everything = FoldedWorld.of(shape.world), (0, shape.length)
     cuts = split(shape.length, fold.active)
     work = _halving_rounds(rank, fold, cuts) + _doubling_rounds(rank, fold, cuts)
@@ -127,7 +129,7 @@ def halving_doubling_all_reduce(rank: int, shape: Shape) -> Plan:
 
 
 def halving_reduce_scatter(rank: int, shape: Shape) -> Plan:
-    """The first half of an all_reduce, with the parts given: a host's chunk is its own and its guest's part."""
+    """Reduce-scatter by halving, with given parts: a host's chunk is its own and its guest's part."""
     fold, parts = FoldedWorld.of(shape.world), offsets(shape.counts)
     cuts = tuple(parts[fold.rank(number)] for number in range(fold.active + 1))
     guest = fold.guest(rank)
@@ -136,7 +138,7 @@ def halving_reduce_scatter(rank: int, shape: Shape) -> Plan:
 
 
 def dissemination_barrier(rank: int, shape: Shape) -> Plan:
-    """Signal the rank 1, 2, 4, … further on, and wait for the one as far behind."""
+    """Signal the rank 1, 2, 4, … further on, and wait for the rank as far behind."""
     n = shape.world
     distances = [1 << step for step in range((n - 1).bit_length())]
     return Plan(tuple((Send((rank + d) % n, 0, 0), Recv((rank - d) % n, 0, 0)) for d in distances))

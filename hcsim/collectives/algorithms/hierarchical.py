@@ -1,11 +1,11 @@
-"""Two levels: few slow links between groups of ranks that reach each other quickly.
+"""Hierarchical all-reduce, for groups of well-connected ranks with few slow links between them.
 
-Every group reduces to its leader, the leaders all_reduce among themselves, every leader broadcasts.
-A slow link between groups then carries what one rank has, not what its whole group has. The
-cost is that of the slowest group's reduce and broadcast, plus the leaders' all_reduce.
+Every group reduces to its leader, the leaders all_reduce among themselves, and every leader broadcasts. A slow
+link between groups then carries the data of one rank instead of a whole group. The cost is that of the slowest
+group's reduce and broadcast, plus the leaders' all_reduce.
 
-Groups may differ in size: what travels between them are sums, and only the leaders finish, when
-the sum is over all ranks.
+Groups may differ in size: only sums travel between them, and only the leaders finish, when the sum covers all
+ranks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LOCAL: dict[str, tuple[Planner, Planner]] = {
     "tree": (tree.reduce, tree.broadcast),
     "centralized": (direct.centralized_reduce, direct.centralized_broadcast),
 }
-"""Within a group: how it reduces to its leader, and how the leader broadcasts."""
+"""The algorithms within a group: reduce to the leader, and broadcast from it."""
 
 CROSS: dict[str, Planner] = {
     "ring": ring.all_reduce,
@@ -31,11 +31,11 @@ CROSS: dict[str, Planner] = {
     "halving_doubling": doubling.halving_doubling_all_reduce,
     "direct": direct.direct_all_reduce,
 }
-"""Among the leaders."""
+"""The algorithms among the leaders."""
 
 
 def _among(members: Sequence[int], rank: int, planner: Planner, shape: Shape) -> Rounds:
-    """The planner's rounds for some of the ranks, in which member i plays rank i; the others idle."""
+    """Return the planner's rounds for a subset of the ranks, in which member i has rank i; the others idle."""
     part = Shape(world=len(members), length=shape.length, arity=shape.arity)
     if rank not in members:
         return ((),) * len(planner(0, part).rounds)
@@ -43,7 +43,7 @@ def _among(members: Sequence[int], rank: int, planner: Planner, shape: Shape) ->
 
 
 def _within(rank: int, planner: Planner, shape: Shape) -> Rounds:
-    """Every group at once; a small one idles until the largest is done."""
+    """Return the rounds of all groups at once; a small group idles until the largest is done."""
     longest = max(shape.groups, key=len)
     group = next(group for group in shape.groups if rank in group)
     rounds = _among(group, rank, planner, shape)

@@ -1,15 +1,14 @@
-"""Ring algorithms: each rank speaks to its two neighbours alone, and every link is busy all the time.
+"""Ring algorithms: each rank communicates with its two neighbours only, and all links are always busy.
 
-The buffer is cut into one chunk per rank. In the reduce-scatter phase partial sums travel around
-the ring, one chunk per step, until the rank at position p holds the whole sum of chunk p. In the
-all-gather phase the finished chunks travel around once more. The phases differ in their indices:
-a step of the first sends chunk p - s - 1, a step of the second chunk p - s.
+The buffer is cut into one chunk per rank. In the reduce-scatter phase partial sums travel around the ring, one
+chunk per step, until the rank at position p holds the whole sum of chunk p. In the all-gather phase the
+finished chunks travel around once more. The phases differ in their indices: a step of the first sends chunk p -
+s - 1, a step of the second chunk p - s.
 
-Cost of an all_reduce of L bytes over n ranks: 2 (n - 1) steps of latency + L / n / bandwidth. The
-bytes are the least possible, the steps are the most.
+Cost of an all_reduce of L bytes over n ranks: 2 (n - 1) steps of latency + L / n / bandwidth. The bytes are the
+least possible, the steps are the most.
 
-P. Patarasuk, X. Yuan: Bandwidth optimal all-reduce algorithms for clusters of workstations,
-JPDC 69 (2009).
+P. Patarasuk, X. Yuan: Bandwidth optimal all-reduce algorithms for clusters of workstations, JPDC 69 (2009).
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ from typing import NamedTuple, TypeAlias
 from hcsim.collectives.plan import Plan, PlanSummary, Recv, Reduce, Round, Rounds, Send, Shape, finished, offsets, split
 
 CHUNK = 1 << 18
-"""Elements of a chunk, of which there is one per rank, in `chunked_all_reduce`: what a processor has beside it."""
+"""Elements per chunk in `chunked_all_reduce`, with one chunk per rank; sized for a processor's cache."""
 _BEFORE, _AFTER = 0, 1
-"""What the rounds call a rank's neighbours, so that all ranks have their rounds in common."""
+"""Symbolic names of a rank's neighbours in the rounds, so that all ranks share their rounds."""
 
 _Chunks: TypeAlias = tuple[tuple[int, int], ...]
-"""Each position's range."""
+"""The range of each position."""
 
 
 class _RingPosition(NamedTuple):
@@ -36,7 +35,6 @@ class _RingPosition(NamedTuple):
     after: int
 
     def plan(self, rounds: Rounds, summary: PlanSummary | None = None) -> Plan:
-        """Of rounds that name the neighbours."""
         return Plan(rounds, (self.before, self.after), summary)
 
 
@@ -52,48 +50,49 @@ def _equal_chunks(length: int, world: int) -> _Chunks:
 
 
 def _rank_chunks(shape: Shape, ring: _RingPosition) -> _Chunks:
-    """Parts belong to ranks, wherever these sit in the ring."""
+    """Return the chunks by position; parts belong to ranks, wherever they are in the ring."""
     cuts = offsets(shape.counts)
     return tuple((cuts[rank], cuts[rank + 1]) for rank in ring.order)
 
 
 def _scatter_phase(ring: _RingPosition, chunks: _Chunks) -> Rounds:
-    """Every position ends with the sum of its own chunk."""
+    """Return the reduce-scatter rounds: every position ends with the sum of its own chunk."""
     return _rounds(chunks, (ring.position - 1) % len(chunks), Reduce)
 
 
 def _gather_phase(ring: _RingPosition, chunks: _Chunks) -> Rounds:
-    """Every position starts with its own chunk and ends with all of them."""
+    """Return the all-gather rounds: every position starts with its own chunk and ends with all."""
     return _rounds(chunks, ring.position, Recv)
 
 
 def _rounds(chunks: _Chunks, first: int, take: type[Reduce | Recv]) -> Rounds:
-    """Send the chunk at position `first`, then in each round that which came in the one before: the next lower one."""
+    """Send the chunk at position `first`, then in each round the chunk received in the previous one, which is the next
+    lower one."""
     start = len(chunks) - 1 - first
     return _twice_around(chunks, take)[start : start + len(chunks) - 1]
 
 
 @lru_cache(maxsize=32)
 def _twice_around(chunks: _Chunks, take: type[Reduce | Recv]) -> Rounds:
-    """Every chunk's round, from the last one downwards, and once more: so wherever a rank starts, its rounds are there.
+    """Return the rounds of every chunk in descending order, twice, so that the rounds of any rank are a slice of them.
 
-    Hundreds of simulated ranks have half a million rounds between them, but these few only."""
+    Hundreds of simulated ranks run half a million rounds, but share these few objects."""
     downwards = chunks[::-1]
     once = [(Send(_AFTER, *sent), take(_BEFORE, *taken)) for sent, taken in pairwise((*downwards, downwards[0]))]
     return (*once, *once)
 
 
 def all_reduce(rank: int, shape: Shape) -> Plan:
-    """Reduce-scatter, finish the own chunk, all-gather."""
     ring, chunks = _ring_position(rank, shape), _equal_chunks(shape.length, shape.world)
     rounds = finished(_scatter_phase(ring, chunks), *chunks[ring.position]) + _gather_phase(ring, chunks)
     return ring.plan(rounds, _summary(ring, chunks) if shape.world > 1 else None)
 
 
 def chunked_all_reduce(rank: int, shape: Shape) -> Plan:
-    """The same for one portion of the buffer after the other: what is under way stays small enough for the caches.
+    """Run the ring all_reduce for one portion of the buffer after the other, so that the data in flight fit the
+    caches.
 
-    That takes many more steps: it is for ranks that share a machine."""
+    This takes many more steps; it is for ranks that share a machine."""
     ring, portions = _ring_position(rank, shape), -(-shape.length // (CHUNK * shape.world))
     rounds: list[Round] = []
     for start, end in pairwise(split(shape.length, portions) if portions else ()):
@@ -103,27 +102,28 @@ def chunked_all_reduce(rank: int, shape: Shape) -> Plan:
 
 
 def _summary(ring: _RingPosition, chunks: _Chunks) -> PlanSummary:
-    """Every chunk is sent but our own, then all but that of the next; what comes disturbs nothing still in use."""
+    """Summarise the plan: a rank sends every chunk but its own, then all but that of the next rank. No receive
+    overwrites data still in use."""
     kept = sum(hi - lo for lo, hi in (chunks[ring.position], chunks[(ring.position + 1) % len(chunks)]))
     length = chunks[-1][1]
     return PlanSummary((_AFTER, _BEFORE), 2 * length - kept, chunks[0][1], length)
 
 
 def reduce_scatter(rank: int, shape: Shape) -> Plan:
-    """The first half of an all_reduce, with the parts given."""
+    """Run the first half of an all_reduce, with given parts."""
     ring = _ring_position(rank, shape)
     chunks = _rank_chunks(shape, ring)
     return ring.plan(finished(_scatter_phase(ring, chunks), *chunks[ring.position]))
 
 
 def all_gather(rank: int, shape: Shape) -> Plan:
-    """The second half of an all_reduce, with the parts given."""
+    """Run the second half of an all_reduce, with given parts."""
     ring = _ring_position(rank, shape)
     return ring.plan(_gather_phase(ring, _rank_chunks(shape, ring)))
 
 
 def reduce(rank: int, shape: Shape) -> Plan:
-    """Reduce-scatter, then every rank sends its finished chunk to the root."""
+    """Reduce-scatter, then send every finished chunk to the root."""
     ring, chunks = _ring_position(rank, shape), _equal_chunks(shape.length, shape.world)
     own = chunks[ring.position]
     rounds = finished(ring.plan(_scatter_phase(ring, chunks)).by_rank(), *own)
@@ -134,7 +134,7 @@ def reduce(rank: int, shape: Shape) -> Plan:
 
 
 def broadcast(rank: int, shape: Shape) -> Plan:
-    """The root deals out the chunks, then all-gather; the root has everything and is sent nothing."""
+    """Distribute the chunks from the root, then all-gather; nothing is sent to the root."""
     ring, chunks = _ring_position(rank, shape), _equal_chunks(shape.length, shape.world)
     rounds = ring.plan(_gather_phase(ring, chunks)).by_rank()
     if rank == shape.root:

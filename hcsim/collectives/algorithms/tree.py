@@ -1,17 +1,16 @@
 """Tree algorithms: few steps, so they suit short messages.
 
-Reduce, broadcast and all_reduce use the complete k-ary tree: counted from the root, rank v has
-the children kv + 1 … kv + k. A level costs latency + k L / bandwidth, there are about
-log_k n levels, and an all_reduce goes up and down. Cut into segments, all levels work at once,
-and a long message costs about k L / bandwidth each way.
+Reduce, broadcast and all_reduce use the complete k-ary tree: counted from the root, rank v has the children kv
++ 1 … kv + k. A level costs latency + k L / bandwidth, there are about log_k n levels, and an all_reduce goes up
+and down. With segments, all levels work at once, and a long message costs about k L / bandwidth each way.
 
-A parent takes its last child first. The tree fills from the left, so that this child's subtree
-is never the deeper one; and going up then costs exactly what going down does.
+A parent serves its last child first. The tree fills from the left, so this child's subtree is never the deeper
+one, and going up costs exactly as much as going down.
 
-Gather and scatter use a k-nomial tree, whose subtrees are ranges of ranks and therefore one
-range of the buffer: a range of ranks is cut into k, and the rank that leads it serves the first
-rank of every part that it is not in itself. That is log_k n latencies; with two ways and n a power
-of two, log2(n) latency + (n - 1) / n L / bandwidth, where L is all parts together.
+Gather and scatter use a k-nomial tree, whose subtrees are ranges of ranks and therefore contiguous in the
+buffer. A range of ranks is cut into k parts; the leader of the range serves the first rank of every part except
+its own. This takes log_k n latencies; for k = 2 and n a power of two, log2(n) latency + (n - 1) / n L /
+bandwidth, where L is all parts together.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ def _level(v: int, arity: int) -> int:
 
 
 def _edges(rank: int, shape: Shape) -> tuple[int | None, list[int]]:
-    """This rank's parent, if it has one, and its children."""
+    """Return this rank's parent, or None, and its children."""
     n, k, root = shape.world, shape.arity, shape.root
     v = (rank - root) % n
     parent = (root + (v - 1) // k) % n if v else None
@@ -48,13 +47,13 @@ def _up(rank: int, shape: Shape) -> Rounds:
 
 
 def reduce(rank: int, shape: Shape) -> Plan:
-    """Every rank adds up its children's sums and passes the result on to its parent."""
+    """Add up the children's sums and send the result to the parent."""
     rounds = _up(rank, shape)
     return Plan(finished(rounds, 0, shape.length) if rank == shape.root else rounds)
 
 
 def broadcast(rank: int, shape: Shape) -> Plan:
-    """Every rank passes what its parent sent on to its children."""
+    """Send what the parent sent to the children."""
     parent, children = _edges(rank, shape)
     height, level = _level(shape.world - 1, shape.arity), _level((rank - shape.root) % shape.world, shape.arity)
     rounds: list[Round] = [()] * height
@@ -71,12 +70,12 @@ def all_reduce(rank: int, shape: Shape) -> Plan:
 
 
 def scatter(rank: int, shape: Shape) -> Plan:
-    """The root sends ranges of parts; a rank that gets one keeps its own part and sends the rest on."""
+    """Send ranges of parts from the root; each receiver keeps its own part and sends the rest on."""
     return Plan(_handed_on(rank, shape))
 
 
 def gather(rank: int, shape: Shape) -> Plan:
-    """A scatter, backwards."""
+    """Reverse a scatter."""
     return Plan(
         tuple(
             tuple((Recv if isinstance(a, Send) else Send)(a.peer, a.lo, a.hi) for a in actions)

@@ -1,7 +1,9 @@
-"""The inner loops of the compressors: compiled where the install found a compiler, else by numpy and torch.
+"""The inner loops of the compressors: compiled where the installation found a compiler, otherwise with numpy and
+torch.
 
-All give the same bits and refuse the same; only their speed differs. Products with matrices of one rank's own (`dots`,
-`sums`) are added in another order, so that their last bits differ too, as they do between unlike machines.
+All variants return the same bits and reject the same input; only their speed differs. Products with matrices
+that belong to one rank (`dots`, `sums`) are an exception: they are added in another order, so their last bits
+differ, as they do between different machines.
 """
 
 try:

@@ -1,9 +1,9 @@
-"""The inner loops of the compressors, with numpy and torch: what they do, and what stands in without a compiler.
+"""The inner loops of the compressors with numpy and torch: the reference, and the fallback without a compiler.
 
-`loops.h` and `choice.h` say the same in C, in one pass each and to the same bits, as does `outer` of `products.h`; only
-its `dots` and `sums` are added in another order than BLAS adds them. Here a piece is converted and checked while it is
-in the cache. Arrays are flat and contiguous; sizes fit each other. Where a function says that not all was finite, what
-it wrote is not to be used.
+`loops.h` and `choice.h` implement the same in C, in one pass each and to the same bits, as does `outer` of
+`products.h`. Only its `dots` and `sums` add in another order than BLAS. Arrays are processed in pieces, so that
+a piece is converted and checked while it is in the cache. Arrays are flat and contiguous, and their sizes
+match. Where a function returns that not all values were finite, its output is undefined.
 """
 
 from __future__ import annotations
@@ -50,18 +50,18 @@ Places = npt.NDArray[np.int64]
 
 PIECE = 1 << 16
 ROWS_BYTES = 1 << 20
-"""How much of a product is computed at a time where it is added to something."""
+"""How many bytes of a product are computed at a time where it is added to an array."""
 FLOAT_BYTES = 4
 WORD_BITS = 64
 FEW_BITS, FEW_MOST = 16, 1 << 26
-"""Of the blocks in which a list has its numbers, and of what they are below."""
+"""The bits of a number within a block of a list, and the upper bound of the numbers."""
 _MAGNITUDE = np.uint32(0x7FFFFFFF)
 _SIGN = 0x8000
 _GRAIN = np.float32(2.0**-16)
 
 
 def copy(x: Array, out: Array, /) -> bool:
-    """Put x there; whether it is finite."""
+    """Copy; return whether x is finite."""
     for lo, hi in _pieces(x.size):
         if not np.isfinite(x[lo:hi]).all():
             return False
@@ -70,43 +70,44 @@ def copy(x: Array, out: Array, /) -> bool:
 
 
 def to_bf16(x: Array, out: Halves, /) -> bool:
-    """Round to the nearest, ties to even; whether all came out finite."""
+    """Round to the nearest, ties to even; return whether all results are finite."""
     _convert(x, "float32", out, "bfloat16")
     return _are_finite(out, 0x7F80)
 
 
 def from_bf16(x: Halves, out: Array, /) -> bool:
-    """Widen; whether all are finite."""
+    """Convert to float32; return whether all are finite."""
     _convert(x, "bfloat16", out, "float32")
     return _are_finite(x, 0x7F80)
 
 
 def to_fp16(x: Array, out: Halves, /) -> bool:
-    """Round to the nearest, ties to even; whether all came out finite."""
+    """Round to the nearest, ties to even; return whether all results are finite."""
     _convert(x, "float32", out, "float16")
     return _are_finite(out, 0x7C00)
 
 
 def from_fp16(x: Halves, out: Array, /) -> bool:
-    """Widen; whether all are finite."""
+    """Convert to float32; return whether all are finite."""
     _convert(x, "float16", out, "float32")
     return _are_finite(x, 0x7C00)
 
 
 def split(x: Array, out: Bytes, /) -> bool:
-    """All lowest bytes, then the next ones, at last those with sign and exponent; whether x is finite."""
+    """Write all lowest bytes, then the next ones, and finally those with sign and exponent. Return whether x is
+    finite."""
     np.copyto(out.reshape(FLOAT_BYTES, x.size), x.view(np.uint8).reshape(x.size, FLOAT_BYTES).T)
     return _is_finite(x)
 
 
 def join(x: Bytes, out: Array, /) -> bool:
-    """The floats of which these are the bytes, split; whether they are finite."""
+    """Invert `split`; return whether the floats are finite."""
     np.copyto(out.view(np.uint8).reshape(out.size, FLOAT_BYTES), x.reshape(FLOAT_BYTES, out.size).T)
     return _is_finite(out)
 
 
 def largest(x: Array, out: Array, block: int, /) -> None:
-    """The largest magnitude of each block; a NaN is larger than all."""
+    """Compute the largest magnitude of each block; a NaN counts as the largest."""
     if block > PIECE:
         for at in range(out.size):
             some = x[at * block : (at + 1) * block]
@@ -121,20 +122,19 @@ def largest(x: Array, out: Array, block: int, /) -> None:
 
 
 def quantise(x: Array, inverses: Array, out: Multiples, block: int, /) -> None:
-    """Products with the block's factor, rounded to the nearest, ties to even."""
+    """Multiply by the block's factor, rounded to the nearest, ties to even."""
     for lo, hi in _pieces(x.size):
         quotient = _scaled(np.multiply, x[lo:hi], inverses[lo // block :], block)
         np.copyto(out[lo:hi], np.rint(quotient, out=quotient), casting="unsafe")
 
 
 def dequantise(x: Multiples, scales: Array, out: Array, block: int, /) -> None:
-    """Products with the block's factor."""
     for lo, hi in _pieces(x.size):
         out[lo:hi] = _scaled(np.multiply, x[lo:hi].astype(np.float32), scales[lo // block :], block)
 
 
 def quantise_at_random(x: Array, scales: Array, draws: Halves, out: Multiples, block: int, /) -> None:
-    """Quotients with the block's scale, up to 127, rounded up where the draw and the fraction are more than one."""
+    """Divide by the block's scale, up to 127; round up where the draw plus the fraction exceeds one."""
     for lo, hi in _pieces(x.size):
         quotient = _scaled(np.divide, x[lo:hi], scales[lo // block :], block)
         np.clip(quotient, -127, 127, out=quotient)
@@ -144,14 +144,15 @@ def quantise_at_random(x: Array, scales: Array, draws: Halves, out: Multiples, b
 
 
 def pack_signs(x: Array, out: Bytes, /) -> float:
-    """A bit for each element, the lowest of a byte first, 1 where it is negative; the sum of magnitudes in float32."""
+    """Write a bit for each element, the lowest of a byte first, 1 where it is negative. Return the sum of
+    magnitudes in float32."""
     out[:] = np.packbits(x < 0, bitorder="little")
     with np.errstate(all="ignore"):
         return float(np.abs(x).sum())  # not by BLAS, whose sum depends on its number of threads
 
 
 def unpack_signs(x: Bytes, table: Array, out: Array, /) -> None:
-    """For each byte the eight elements that the table has for it; of the last one, as many as `out` has room for."""
+    """Write the table's eight elements for each byte; for the last byte, as many as `out` has room for."""
     whole = out.size // 8
     # With "clip" numpy writes to `out` itself; no byte is out of range.
     np.take(table, x[:whole], 0, out[: 8 * whole].reshape(whole, 8), "clip")
@@ -160,7 +161,8 @@ def unpack_signs(x: Bytes, table: Array, out: Array, /) -> None:
 
 
 def reaching(x: Array, least: int, indices: Bits, bits: Bits, /) -> int:
-    """How many magnitudes have at least such bits; where the first of them are, as there is room, and their bits."""
+    """Return how many magnitudes have at least these bits. Write the indices and bits of the first of them, as
+    far as there is room."""
     found = 0
     for lo, hi in _pieces(x.size):
         piece = x[lo:hi].view(np.uint32)
@@ -173,16 +175,16 @@ def reaching(x: Array, least: int, indices: Bits, bits: Bits, /) -> int:
 
 
 def scatter(indices: Places, values: Array, out: Array, /) -> None:
-    """The values at their places, which ascend; zeros everywhere else."""
+    """Write the values at their ascending indices, and zeros everywhere else."""
     out.fill(0)
     out[indices] = values
 
 
 def choose(stream: Words, count: int, population: int, seen: Words, room: Bits, /) -> None:
-    """Set the bits of so many different numbers below `population`, and no others.
+    """Set the bits of `count` distinct numbers below `population`, and no others.
 
-    Draws as many as are missing until none is. `stream` is the state of an SFC64, which goes on from there. `room` is
-    memory to be used, a little more than `count`; what it holds has no meaning, and less is slower."""
+    It draws as many as are missing until none is. `stream` is the state of an SFC64, which is advanced.
+    `room` is scratch memory, a little more than `count`; its contents are undefined, and less is slower."""
     seen.fill(0)
     source = np.random.SFC64(0)
     source.state = {**source.state, "state": {"state": stream}}
@@ -195,14 +197,15 @@ def choose(stream: Words, count: int, population: int, seen: Words, room: Bits, 
 
 
 def marked(seen: Words, out: Places, /) -> None:
-    """Which bits are set, ascending; as many as `out` holds."""
+    """Write the indices of the set bits in ascending order, as many as `out` holds."""
     words = np.flatnonzero(seen)
     places = np.flatnonzero(np.unpackbits(seen[words].view(np.uint8), bitorder="little"))
     out[:] = words[places // WORD_BITS] * WORD_BITS + places % WORD_BITS
 
 
 def take_marked(x: Array, seen: Words, factor: float, out: Array, /) -> float:
-    """The elements whose bits are set, times the factor; the largest magnitude of these, NaN if not all x is finite."""
+    """Take the elements whose bits are set, times the factor. Return their largest magnitude; NaN if not all of
+    x is finite."""
     places = np.empty(out.size, np.int64)
     marked(seen, places)
     with np.errstate(all="ignore"):
@@ -211,10 +214,12 @@ def take_marked(x: Array, seen: Words, factor: float, out: Array, /) -> float:
 
 
 def choose_few(stream: Words, count: int, population: int, room: Bits, /) -> bool:
-    """List so many different numbers below `population`, at most 2²⁶, at the beginning of `room`; drawn as by `choose`.
+    """List `count` distinct numbers below `population`, at most 2²⁶, at the beginning of `room`; drawn as by
+    `choose`.
 
-    Those below the same multiple of 2¹⁶ stand together, in the order of these, each where it was first drawn. A
-    compiled loop may run out of room and return False; what `stream` and `room` hold then has no meaning."""
+    Numbers are grouped by multiples of 2¹⁶ in ascending order, within a group in the order of their first
+    draws. A compiled loop may run out of room and return False; the contents of `stream` and `room` are then
+    undefined."""
     if not 0 <= count <= min(population, room.size) or population > FEW_MOST:
         raise ValueError("the arrays' sizes do not fit each other")
     source = np.random.SFC64(0)
@@ -231,7 +236,8 @@ def choose_few(stream: Words, count: int, population: int, room: Bits, /) -> boo
 
 
 def take_listed(x: Array, places: Bits, factor: float, out: Array, /) -> float:
-    """The elements at those places, times the factor, and the largest magnitude of these; no others are looked at."""
+    """Take the elements at these indices times the factor, and return their largest magnitude. No others are
+    read."""
     if places.size != out.size or (places.size and int(places.max()) >= x.size):
         raise ValueError("the arrays' sizes do not fit each other")
     with np.errstate(all="ignore"):
@@ -240,23 +246,25 @@ def take_listed(x: Array, places: Bits, factor: float, out: Array, /) -> float:
 
 
 def dots(thin: Array, matrix: Array, out: Array, rank: int, /) -> None:
-    """T Mᵀ, where T has `rank` rows: each with each of the matrix. A NaN or an infinity is in all sums of its row."""
+    """Compute T Mᵀ, where T has `rank` rows. A NaN or an infinity is in all sums of its row."""
     columns, rows = thin.size // rank, out.size // rank
     with np.errstate(over="ignore", invalid="ignore"):
         np.matmul(thin.reshape(rank, columns), matrix.reshape(rows, columns).T, out=out.reshape(rank, rows))
 
 
 def sums(thin: Array, matrix: Array, out: Array, rank: int, /) -> None:
-    """T M, where T has `rank` rows: the matrix's rows, weighted and summed."""
+    """Compute T M, where T has `rank` rows: weighted sums of the matrix's rows."""
     rows, columns = thin.size // rank, out.size // rank
     with np.errstate(over="ignore", invalid="ignore"):
         np.matmul(thin.reshape(rank, rows), matrix.reshape(rows, columns), out=out.reshape(rank, columns))
 
 
 def outer(left: Array, right: Array, out: Array, rank: int, sign: int, /) -> None:
-    """Lᵀ R, where both have `rank` rows: put into `out` where the sign is 0, else added (1) or subtracted (-1).
+    """Compute Lᵀ R, where both have `rank` rows: stored in `out` if the sign is 0, otherwise added (1) or
+    subtracted (-1).
 
-    Products are rounded and then added one after the other, as in C: all ranks must come to the same bits."""
+    Products are rounded and then added one after the other, as in C, since all ranks must compute the same
+    bits."""
     rows, columns = left.size // rank, right.size // rank
     p, q, there = left.reshape(rank, rows), right.reshape(rank, columns), out.reshape(rows, columns)
     step = max(1, ROWS_BYTES // (FLOAT_BYTES * max(1, columns)))
@@ -270,7 +278,7 @@ def outer(left: Array, right: Array, out: Array, rank: int, sign: int, /) -> Non
 
 
 def _mark(drawn: Words, seen: Words) -> int:
-    """Set the bits of these numbers, which ascend; how many were not set before."""
+    """Set the bits of these ascending numbers; return how many were not set before."""
     words, bits = drawn >> np.uint64(6), np.uint64(1) << (drawn & np.uint64(WORD_BITS - 1))
     fresh = (seen[words] & bits) == 0
     fresh[1:] &= drawn[1:] != drawn[:-1]
@@ -279,12 +287,11 @@ def _mark(drawn: Words, seen: Words) -> int:
 
 
 def _pieces(size: int) -> Iterator[tuple[int, int]]:
-    """Ranges that stay in the cache. Blocks do not cross them, but for one that is everything."""
+    """Yield ranges that fit the cache. They do not split blocks, except where one block is the whole array."""
     return ((lo, min(size, lo + PIECE)) for lo in range(0, size, PIECE))
 
 
 def _scaled(operation: np.ufunc, piece: Array, factors: Array, block: int) -> Array:
-    """Each element with its block's factor."""
     out = np.empty_like(piece)
     if block >= piece.size:
         operation(piece, factors[0], out=out)
@@ -302,18 +309,20 @@ def _largest(x: Array) -> np.float32:
 
 
 def _is_finite(x: Array) -> bool:
-    """By numpy's own loops: BLAS is quicker alone, and a hundred times slower where other work keeps the cores busy."""
+    """Return whether all are finite, with numpy's own loops. BLAS is quicker alone, and a hundred times slower
+    where other work keeps the cores busy."""
     return all(bool(np.isfinite(x[lo:hi]).all()) for lo, hi in _pieces(x.size))
 
 
 def _are_finite(halves: Halves, infinity: int) -> bool:
-    """By their bits: as signed numbers positive infinities and NaNs are largest, as unsigned ones negative ones."""
+    """Return whether all are finite, from their bits: positive infinities and NaNs are the largest signed
+    numbers, negative ones the largest unsigned numbers."""
     largest, most_negative = halves.view(np.int16).max(initial=0), halves.max(initial=0)
     return bool(largest < infinity and most_negative < _SIGN + infinity)
 
 
 def _convert(x: npt.NDArray[Any], as_dtype: str, out: npt.NDArray[Any], to_dtype: str) -> None:
-    """By torch, which converts at the speed of memory where numpy takes ten times as long."""
+    """Convert with torch, which runs at memory speed where numpy takes ten times as long."""
     import torch
 
     # torch warns of memory that it may not write to, even where it only reads.

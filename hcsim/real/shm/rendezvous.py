@@ -35,21 +35,22 @@ _VERSION = 4
 """Of the memory's layout and of how it is brought: unlike versions do not find each other's sockets."""
 _BACKLOG = 128
 _GREETING_BYTES = 64
-"""Always as long: what comes behind it may be read together with it, but for the descriptor."""
+"""The fixed length of a greeting: the bytes behind it may be read together with it, except for the descriptor."""
 _TAKEN, _MEANT = b"!", b"."
-"""What is said about the memory, by who got it, and then by who brought it: only then is there a channel."""
+"""The two words of the agreement: the receiver of the memory has attached it, then the sender confirms. The
+channel exists only after both."""
 _ANSWER_S = 5.0
-"""A process that does not come to it in this time, busy with its imports say, may still be reached by TCP, where the
-system answers for it."""
+"""The time limit for an answer. A process that is busy for longer (with imports, say) may still be reached by TCP,
+where the kernel accepts for it."""
 _PROCESS_BYTES = 8
 _CLOSED_ON_EXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
 _EVERYWHERE = ("0.0.0.0", "::")
 _SOL_LOCAL, _LOCAL_PEERCRED, _LOCAL_PEERPID = 0, 1, 2
-"""macOS's <sys/un.h>, which Python does not name."""
+"""Constants of macOS's <sys/un.h>, which Python does not define."""
 
 
 class Met(NamedTuple):
-    """A stream, and who is at its other end, as far as that is proved (see `Channel`)."""
+    """A stream, and the identity of the peer as far as it is proved (see `Channel`)."""
 
     stream: SharedStream
     identity: str = ""
@@ -140,7 +141,8 @@ async def dial(sockaddr: Any, patience_s: float, tls: Tls | None) -> Met | None:
 
 
 def _everywhere(host: str) -> tuple[str, ...]:
-    """Where who listens everywhere is reached at that address; behind IPv6's may be another than behind IPv4's."""
+    """Return the wildcard addresses that cover this one. Different processes may listen at that of IPv6 and that of
+    IPv4."""
     return _EVERYWHERE[1:] if ":" in host else _EVERYWHERE
 
 
@@ -164,9 +166,9 @@ async def _bring(
 
 
 async def _meet(sock: socket.socket, tls: Tls | None, memory: int, address: str, *, caller: bool) -> Met | None:
-    """Prove ourselves where there is TLS, and agree that the memory is shared.
+    """Run the TLS handshake, if any, and agree that the memory is shared.
 
-    None where the other does not say what it should: it wants no more, or is not the process that it says it is."""
+    Return None if the peer does not agree, or is not the process that it claims to be."""
     talk, identity, binding, us, them = sock, "", b"", b"", b""
     if tls is not None:
         us, them = (number.to_bytes(_PROCESS_BYTES, "big") for number in (os.getpid(), _credentials(sock)[1]))
@@ -191,7 +193,7 @@ async def _meet(sock: socket.socket, tls: Tls | None, memory: int, address: str,
 
 
 async def _heard(talk: socket.socket, word: bytes) -> bool:
-    """Whether that is what the other says next."""
+    """Return whether the peer sends that word next."""
     while True:
         try:
             return talk.recv(len(word)) == word
@@ -200,7 +202,7 @@ async def _heard(talk: socket.socket, word: bytes) -> bool:
 
 
 def _undressed(talk: socket.socket) -> socket.socket:
-    """The socket without TLS: of what comes next OpenSSL has read nothing, since it reads record by record."""
+    """Return the socket without TLS. OpenSSL reads whole records, so it has read no later bytes."""
     sock = socket.socket(fileno=talk.detach())
     sock.setblocking(False)
     own(sock)
@@ -223,7 +225,7 @@ def _remove(place: str) -> None:
 
 
 def _credentials(sock: socket.socket) -> tuple[int, int]:
-    """The user and the number of the process at the other end."""
+    """Return the user id and the process id of the peer."""
     if sys.platform == "linux":
         process, user, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
         return user, process

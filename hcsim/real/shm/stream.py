@@ -24,40 +24,40 @@ except ImportError:  # there was no compiler
     rings = None  # type: ignore[assignment]
 
 SWITCH = "HCSIM_SHARED_MEMORY"
-"""0 in the environment: TCP, also within this machine."""
+"""Set to 0 in the environment, it disables shared memory: TCP is used within this machine, too."""
 _BELLS_AT_ONCE = 64
 
 
 def is_possible() -> bool:
-    """Whether this process can share memory, and may."""
+    """Return whether shared memory is supported and enabled in this process."""
     return rings is not None and os.environ.get(SWITCH, "") != "0"
 
 
 def new_memory() -> int:
-    """A descriptor of memory that can be shared."""
     return rings.memory()
 
 
 def attached(memory: int, bell: socket.socket, *, first: bool) -> rings.Rings:
-    """The rings in it; `first` is whoever brought it. Raises `OSError` where it cannot be used."""
+    """Attach the rings in the memory; `first` for the process that created it. Raises `OSError` where it cannot be
+    used."""
     return rings.Rings(memory, bell.fileno(), first)
 
 
 class How(IntEnum):
-    """How a belt stands once it has run; the numbers are belt.h's."""
+    """The state of a belt after a run; the numbers are those of belt.h."""
 
     WAITS = 0
-    """For more to come, and somebody will ring."""
+    """It waits for more input; the peer will ring the bell."""
     OTHERS = 1
-    """What comes is none of its."""
+    """The next frame does not belong to it."""
     TURN_OVER = 2
-    """It can go on, but others have waited for long enough."""
+    """It can continue, but has to yield to other tasks."""
     STUCK = 3
     COMPLETE = 4
 
 
 class _Load:
-    """A belt, and who waits for it."""
+    """A belt and the future of the caller that waits for it."""
 
     __slots__ = ("_belt", "_moved", "_to", "over")
 
@@ -68,7 +68,7 @@ class _Load:
         self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def run(self, begun: bytes) -> tuple[int, bool]:
-        """How it stands then, and whether it has taken anything that came."""
+        """Return the belt's state (`How`), and whether it has consumed any input."""
         belt = self._belt
         if not self._to.is_idle():
             return How.STUCK, False
@@ -90,9 +90,9 @@ class RingForwarder:
         self._loop = asyncio.get_running_loop()
         self._loads: list[_Load] = []
         self.is_idle: Callable[[], bool] = lambda: False
-        """Whether a frame can be sent over the channel here and now."""
+        """Return whether the channel can send a frame without waiting."""
         self.go_on: Callable[[], None] = lambda: None
-        """Lets the channel take what there is."""
+        """Make the channel process the available input."""
 
     def forward(self, legs: Sequence[Leg], to: Outlet, moved: Callable[[int], None]) -> asyncio.Future[None]:
         """See `Outlet.forward`."""
@@ -129,11 +129,11 @@ class RingForwarder:
 
 
 class SharedStream:
-    """A stream through rings, of which the other process has the other end."""
+    """A stream through shared-memory rings to another process."""
 
     carrier = "shared memory"
     read_ahead_bytes = HEADER_BYTES
-    """To read costs no system call."""
+    """One header only, since a read needs no system call."""
     reports_late = False
     adds = True
 
@@ -150,28 +150,26 @@ class SharedStream:
         own(self._rings)
 
     def add(self, fold: Fold, have: int, most: int) -> int:
-        """See `Stream.add`."""
         return self._rings.add(fold.into, fold.numbers, have, most)
 
     def hides_bytes(self) -> bool:
-        """The bell is rung only for who sleeps."""
+        """Return whether there may be bytes to read: the peer rings the bell only for a sleeping reader."""
         return not self._rings.let_reader_sleep()
 
     def hides_room(self) -> bool:
-        """Likewise."""
+        """Return whether there may be room to write: the peer rings the bell only for a sleeping writer."""
         return not self._rings.writer_sleeps()
 
     def finish(self) -> None:
-        """See `Stream.finish`."""
         with suppress(OSError):  # the peer may have been faster
             self._bell.shutdown(socket.SHUT_WR)
 
     def undelivered_bytes(self) -> int:
-        """What was written stays in the memory for as long as the peer has it."""
+        """Return 0: the data written stay in the memory as long as the peer has it."""
         return 0
 
     def close(self) -> None:
-        """Let go of the bell and of the memory, whoever still refers to us."""
+        """Close the bell and the memory, whatever references to this stream remain."""
         self._loop.remove_reader(self._bell)
         self._bell.close()
         self._rings.close()
@@ -196,7 +194,7 @@ def _head(header: Header | None) -> bytes:
 
 
 def _watch(fd: int, ready: object) -> None:
-    """The bell is watched all the time."""
+    """Do nothing: the bell is always watched."""
 
 
 def _unwatch(fd: int) -> bool:

@@ -1,1 +1,1 @@
-"""What runs in a rank's process: the script, and around it whatever has it believe that it is on a cluster."""
+"""Code that runs in a rank's process: the script, and the replacements that present the simulated cluster to it."""

@@ -1,4 +1,6 @@
-"""`python -m hcsim.scripts.rank SEAT CONVERSATION ARENA`: a rank that begins anew (see `fork_server`)."""
+"""`python -m hcsim.scripts.rank SEAT CONVERSATION ARENA`: a rank that is started without forking (see
+`fork_server`).
+"""
 
 from __future__ import annotations
 

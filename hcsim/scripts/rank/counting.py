@@ -1,9 +1,10 @@
-"""Counts what the script has torch compute: kernels, FLOPs and bytes, each kernel after its own kind.
+"""Counts the kernels, FLOPs and bytes of the script's torch operations, for each kind of kernel.
 
-A kernel takes as long as the slower of its arithmetic and its memory traffic (the roofline, see `virtual.machines`),
-so each is counted as one or the other, by the machine's own balance; sums of both would hide half of the work behind
-the other half. FLOPs are those of torch's own table, bytes those of all tensors that go in and come out. Views and
-whatever else moves nothing are free, and so is the script's own Python.
+A kernel takes as long as the slower of its arithmetic and its memory traffic (the roofline, see
+`virtual.machines`). So each kernel is counted as compute-bound or memory-bound, by the machine's balance: with
+sums over both kinds, half of the work would hide behind the other half. FLOPs come from torch's own table.
+Bytes are those of all input and output tensors. Views and other operations that move no data are free, and so
+is the script's own Python.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ from hcsim.scripts.rank.simulator import Simulator
 
 MOST_KERNELS = 64
 MOST_FLOPS = 1e9
-"""So much, and the simulator is told: others can go on in its time while this rank computes. After an answer it begins
-with one kernel and doubles: whoever waits for a sign of life of ours gets it soon."""
+"""Work is reported after so many FLOPs, or `MOST_KERNELS` kernels, so that other ranks can advance in
+virtual time while this rank computes. After an answer the limit of kernels begins at one and doubles,
+since other ranks may be waiting for this rank's next report."""
 
 Formula: TypeAlias = Callable[[Sequence[Any], dict[str, Any], Any], float]
 
@@ -33,13 +35,13 @@ _FREE = (
     "resize_", "_local_scalar_dense", "lift_fresh", "_assert_async", "is_same_size", "record_stream",
 )  # fmt: skip
 _MADE_OF_OTHERS = ("DTensor", "AsyncCollectiveTensor")
-"""Tensors that are plain ones inside: what they do with those is counted."""
+"""Wrapper tensors: their operations on the inner plain tensors are counted instead."""
 _WITHOUT_DATA = ("FakeTensor",)
-"""With these torch only finds out about shapes."""
+"""Tensors without data, which torch uses to infer shapes."""
 
 
 class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Active in the script's main thread, which is also the one that goes backward."""
+    """Active in the script's main thread, which also runs the backward pass."""
 
     def __init__(self, simulator: Simulator, flops_per_byte: float) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -47,7 +49,7 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._flops_per_byte = flops_per_byte
         self._kinds: dict[OpOverload, Formula | None] = {}
         self.extra_s = 0.0
-        """Time that passes beside torch's work: a look at the clock."""
+        """Time for operations other than torch's, such as reading the clock."""
         self.kernels = 0
         self._limit = 1
         self._flops = 0.0
@@ -86,11 +88,9 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def answered(self) -> None:
-        """See `simulator.Work.answered`."""
         self._limit = 1
 
     def take(self) -> Computed | None:
-        """See `simulator.Work.take`."""
         if not self.kernels and not self.extra_s:
             return None
         done = Computed(self._flops, self._moved_bytes, self.kernels, self.extra_s)
@@ -117,7 +117,7 @@ def _among(types: Sequence[type], names: Sequence[str]) -> bool:
 
 
 def _kind(func: OpOverload) -> Formula | None:
-    """How its FLOPs are counted; None for what is free."""
+    """Return the formula of its FLOPs; None for an operation that is free."""
     packet = func.overloadpacket
     if func.namespace in _FREE_NAMESPACES or packet.__name__ in _FREE or packet.__name__.startswith("sym_"):
         return None

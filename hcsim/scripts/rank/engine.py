@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 _LOOK_S = 10e-6
-"""How long it takes to ask whether a call is over: a script that asks again and again comes to the end of its wait."""
+"""The cost of polling a call: it lets virtual time pass for a script that polls in a loop."""
 
 
 class RemotePending:
-    """A call on its way through the simulated network."""
+    """A call in flight on the simulated network."""
 
     def __init__(self, engine: RemoteEngine, number: int, arrays: Sequence[tuple[str, Array, Slot]]) -> None:
         self._engine = engine
@@ -32,13 +32,11 @@ class RemotePending:
         self._finished: Finished | None = None
 
     def done(self) -> bool:
-        """See `Pending.done`."""
         if self._finished is None:
             self._engine.simulator.ask(Slept(_LOOK_S))
         return self._finished is not None
 
     def wait(self, timeout_s: float | None) -> int:
-        """See `Pending.wait`."""
         self.settled_within(timeout_s)
         if self._finished is None:
             raise DeadlineExceeded(f"the call was not over after {timeout_s:g} s")
@@ -47,12 +45,12 @@ class RemotePending:
         return self._finished.result
 
     def settled_within(self, timeout_s: float | None) -> None:
-        """Wait for the end, whatever it is."""
+        """Wait for the end of the call, with or without an error."""
         if self._finished is None:
             self._engine.simulator.ask(Awaited(self._number, timeout_s))
 
     def on_done(self, act: Callable[[], None]) -> None:
-        """See `Pending.on_done`: when the gradients are there, or, outside of backward, now."""
+        """See `Pending.on_done`. Within a backward pass the callback runs at the end of the pass, otherwise now."""
         if self._finished is None and torch._C._current_graph_task_id() != -1:
             self._engine.after_backward(self, act)
         else:
@@ -60,7 +58,7 @@ class RemotePending:
             act()
 
     def settle(self, finished: Finished) -> None:
-        """It is over: what it filled goes where the caller wants it, and its room is free."""
+        """End the call: copy its output to the caller's arrays and free its slots."""
         self._finished = finished
         for what, array, slot in self._arrays:
             if what != "i" and finished.failure is None:
@@ -70,7 +68,7 @@ class RemotePending:
 
 
 class RemoteLine:
-    """Our side of a group."""
+    """This rank's side of a group."""
 
     def __init__(self, engine: RemoteEngine, number: int, place: Place) -> None:
         self.rank = place.rank
@@ -79,27 +77,24 @@ class RemoteLine:
         self._engine = engine
 
     def start(self, call: GroupCall, arrays: Sequence[Array]) -> RemotePending:
-        """See `Line.start`."""
         return self._engine.start(self.number, call, arrays)
 
     def close(self) -> None:
-        """See `Line.close`."""
         self._engine.simulator.ask(Closed(self.number, in_order=True))
 
     def abort(self) -> None:
-        """See `Line.abort`."""
         self._engine.simulator.ask(Closed(self.number, in_order=False))
 
 
 class RemoteEngine:
-    """Has the simulator open groups."""
+    """Opens groups in the simulator."""
 
     def __init__(self, simulator: Simulator) -> None:
         self.simulator = simulator
         self._after_backward: dict[int, list[tuple[RemotePending, Callable[[], None]]]] = {}
 
     def open(self, place: Place, store: Store) -> RemoteLine:
-        """See `Engine.open`. Nobody has to be found: the simulator knows where everybody is."""
+        """See `Engine.open`. No rendezvous is needed: the simulator knows all addresses."""
         assert place.parent is None or isinstance(place.parent, RemoteLine)
         parent = None if place.parent is None else place.parent.number
         answer = self.simulator.ask(
@@ -110,7 +105,7 @@ class RemoteEngine:
         return RemoteLine(self, answer.number, place)
 
     def start(self, line: int, call: GroupCall, arrays: Sequence[Array]) -> RemotePending:
-        """Put what the call reads into the shared memory, and begin."""
+        """Copy the call's inputs into the shared memory, and start it."""
         simulator = self.simulator
         with simulator.lock:
             number = simulator.pending.number()
@@ -128,10 +123,11 @@ class RemoteEngine:
             return pending
 
     def after_backward(self, pending: RemotePending, act: Callable[[], None]) -> None:
-        """Act when the pass that is under way has come to its end, and the call to its own.
+        """Run the callback when both the current backward pass and the call have ended.
 
-        What waits for the call is C++ and cannot ask the simulator. It waits no sooner than at the end of the pass, in
-        a callback that it sets after its first call; so ours comes before it."""
+        The code that waits for the call is C++ and cannot ask the simulator. It waits at the end of the pass at
+        the earliest, in a callback that it registers after its first call. This callback is registered before
+        it, so it runs before it."""
         task = torch._C._current_graph_task_id()
         waiting = self._after_backward.get(task)
         if waiting is None:

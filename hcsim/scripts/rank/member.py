@@ -17,7 +17,8 @@ from hcsim.torch_backend.local import local_engine
 
 
 class Member:
-    """The process that has found the cluster, and keeps or reaches the store for us. When it ends, so do we."""
+    """The parent process, which has joined the cluster and serves or reaches the store. This process ends with
+    it."""
 
     def __init__(self, conversation: Conversation[Answer]) -> None:
         self._conversation = conversation
@@ -26,7 +27,6 @@ class Member:
         threading.Thread(target=self._listen, name="hcsim member", daemon=True).start()
 
     def ask(self, message: Stored) -> Answer:
-        """Ask, and wait for the answer."""
         with self._turn:
             with suppress(HungUp):  # the listener hears of that
                 self._conversation.say(message)
@@ -41,7 +41,7 @@ class Member:
 
 
 def _hear_of_failure(news: Conversation[Failed]) -> None:
-    """On a thread of its own: when another rank's script has failed, our groups hear of it."""
+    """Fail the groups of this process when another rank's script has failed. Runs on a thread of its own."""
     with suppress(HungUp):
         failed = news.hear()
         local_engine().peer_failed(failed.rank, int(os.environ["WORLD_SIZE"]), failed.reason)

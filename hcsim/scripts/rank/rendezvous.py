@@ -1,4 +1,4 @@
-"""torch.distributed as it is on our clusters: everybody meets at one store, kept at the machine of rank 0, and every
+"""torch.distributed on hcsim clusters: every rendezvous uses one store, kept on the machine of rank 0, and every
 backend is hcsim.
 """
 
@@ -26,16 +26,16 @@ _LEFT_ALONE = (NAME, "fake")
 
 
 class Attendant(Protocol):
-    """Whoever carries out what a rank asks for."""
+    """Carries out the store operations of a rank."""
 
-    def ask(self, message: Stored, /) -> Answer:
-        """Ask, and wait for the answer."""
+    def ask(self, message: Stored, /) -> Answer: ...
 
 
 class RemoteStore(Store):
-    """Each operation is a round trip over the network, a simulated one for a simulated rank.
+    """A store in which each operation is a round trip over the network (the simulated one for a simulated
+    rank).
 
-    torch calls some methods by the names that they have in C++."""
+    torch calls some methods by their C++ names."""
 
     def __init__(self, attendant: Attendant, prefix: str = "") -> None:
         super().__init__()
@@ -43,76 +43,69 @@ class RemoteStore(Store):
         self._prefix = prefix
 
     def part(self, prefix: str) -> Any:
-        """A store of its own at the same place."""
+        """Return a store with a namespace of its own at the same place."""
         return RemoteStore(self._attendant, self._prefix + prefix)
 
     def set(self, key: str, value: str | bytes) -> None:
-        """Let the key have this value."""
         self._do("set", [key], [value])
 
     def get(self, key: str) -> bytes:
-        """Its value, once it has one."""
+        """Wait until the key has a value, and return it."""
         return self._do("get", [key])[1][0]
 
     def add(self, key: str, amount: int) -> int:
-        """Add to the number that is its value, if it has one."""
+        """Add to the key's numeric value, which is initially 0, and return the sum."""
         return self._do("add", [key], amount=amount)[0]
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Whether all have values."""
         return bool(self._do("check", keys)[0])
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Return when all have values."""
+        """Wait until all keys have values."""
         self._do("wait", keys, timeout=timeout)
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        """Change the value if it is the expected one, or there is none and none was expected; what it is then."""
+        """Set the key to `desired` if its value is `expected`, or if it has no value and `expected` is empty.
+        Return the value afterwards."""
         return self._do("compare_set", [key], [expected, desired])[1][0]
 
     def delete_key(self, key: str) -> bool:
-        """Forget the key; whether there was one."""
+        """Delete the key; return whether it existed."""
         return bool(self._do("delete_key", [key])[0])
 
     def num_keys(self) -> int:
-        """How many keys there are."""
         return self._do("num_keys", [])[0]
 
     def append(self, key: str, value: str | bytes) -> None:
-        """Put this at the end of its value."""
         self._do("append", [key], [value])
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        """The values of all, once they have them."""
+        """Wait until all keys have values, and return them."""
         return list(self._do("get", keys)[1])
 
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
-        """Let each have its value."""
         self._do("set", keys, values)
 
     def queue_push(self, key: str, value: str | bytes) -> None:
-        """Put this at the end of the key's queue."""
         self._do("queue_push", [key], [value])
 
     def queue_pop(self, key: str, block: bool = True) -> bytes:
-        """Take the first of the key's queue, waiting for one if there is none."""
+        """Remove and return the first value of the key's queue; `block`: wait for one if it is empty."""
         return self._do("queue_pop", [key], amount=int(block))[1][0]
 
     def queue_len(self, key: str) -> int:
-        """How many are in the key's queue."""
         return self._do("queue_len", [key])[0]
 
     def list_keys(self) -> list[str]:
-        """All keys, in order."""
         names = [name.decode() for name in self._do("list_keys", [])[1]]
         return [name.removeprefix(self._prefix) for name in names if name.startswith(self._prefix)]
 
     def has_extended_api(self) -> bool:
-        """It has: append, multi_get, multi_set."""
+        """Return True: append, multi_get and multi_set are supported."""
         return True
 
     def clone(self) -> RemoteStore:
-        """There is one line, which all use."""
+        """Return this store: all clones share one connection."""
         return self
 
     deleteKey = delete_key  # noqa: N815
@@ -140,7 +133,8 @@ class RemoteStore(Store):
 
 
 def install_store(store: RemoteStore) -> None:
-    """Have torch meet at this store, whatever address a script gives, and make groups of ours."""
+    """Make torch use this store for every rendezvous, whatever address a script gives, and hcsim for every
+    group."""
 
     def meet(url: str, **_: Any) -> Iterator[tuple[Store, int, int]]:
         query = parse_qs(urlparse(url).query)
@@ -154,7 +148,7 @@ def install_store(store: RemoteStore) -> None:
     _adapt("new_group", lambda given: _ours(given, "backend", 2))
 
     class TcpStore(Store):
-        """Whichever machine a script names, what is kept there is part of our store."""
+        """A namespace of the rank's store, whichever address a script gives."""
 
         def __new__(
             cls,
@@ -171,7 +165,7 @@ def install_store(store: RemoteStore) -> None:
             return made
 
     class FileStore(Store):
-        """The same for a file."""
+        """A namespace of the rank's store, in place of a file."""
 
         def __new__(cls, file_name: str, world_size: int = -1) -> Any:
             made = store.part(f"{file_name}/")
@@ -183,7 +177,7 @@ def install_store(store: RemoteStore) -> None:
 
 
 def _ours(given: tuple[list[Any], dict[str, Any]], name: str, place: int) -> None:
-    """Make the backend among the arguments ours: gloo, nccl and mpi are the machine's business, and it has none."""
+    """Replace the backend among the arguments (gloo, nccl, mpi) by hcsim."""
     positional, named = given
     if place < len(positional):
         positional[place] = positional[place] if str(positional[place]) in _LEFT_ALONE else NAME
@@ -192,7 +186,7 @@ def _ours(given: tuple[list[Any], dict[str, Any]], name: str, place: int) -> Non
 
 
 def _adapt(function: str, change: Callable[[tuple[list[Any], dict[str, Any]]], None]) -> None:
-    """Have the function called with other arguments."""
+    """Wrap the torch function so that it is called with changed arguments."""
     original = getattr(distributed_c10d, function)
 
     @wraps(original)
@@ -205,7 +199,7 @@ def _adapt(function: str, change: Callable[[tuple[list[Any], dict[str, Any]]], N
 
 
 def _replace(name: str, other: Any) -> None:
-    """Put something in a thing's place, wherever in torch it is known under its name."""
+    """Replace an object in every torch module that has it under this name."""
     original = getattr(dist, name)
     for module in (dist, *(module for path, module in sys.modules.items() if path.startswith("torch.distributed"))):
         if getattr(module, name, None) is original:

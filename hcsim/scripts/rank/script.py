@@ -1,4 +1,4 @@
-"""One rank: the script as `__main__`, with the simulation around it."""
+"""One rank: the script as `__main__`, with its simulated environment."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _OURS = (str(Path(__file__).parent), str(Path(runpy.__file__)), "<frozen runpy>"
 
 
 def run_script(seat: Seat, conversation: int, arena: int) -> NoReturn:
-    """Run it to its end, tell how it ended, and end the process."""
+    """Run the script to its end, report how it ended, and exit the process."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     simulator = Simulator(Conversation(socket.socket(fileno=conversation), ANSWERS), Arena(arena))
     counter = simulator.work = Counter(simulator, seat.flops_per_byte)
@@ -61,14 +61,14 @@ def run_script(seat: Seat, conversation: int, arena: int) -> NoReturn:
 
 
 def _seed(seed: int) -> None:
-    """Each rank draws numbers of its own, as processes do that were not forked from one, and always the same."""
+    """Seed each rank differently and reproducibly, as for processes that were not forked from one parent."""
     torch.manual_seed(seed)
     np.random.seed(seed)
     random.seed(seed)
 
 
 def _run(script: str, counter: Counter) -> tuple[int, str]:
-    """The exit status, and the error that it ended with."""
+    """Return the exit status, and the error that ended the script."""
     try:
         with counter:
             runpy.run_path(script, run_name="__main__")
@@ -82,7 +82,7 @@ def _run(script: str, counter: Counter) -> tuple[int, str]:
 
 
 def _status(code: Any) -> tuple[int, str]:
-    """As the system gives it to whoever waits for a process: a byte."""
+    """Return the status as the system reports it to a waiting parent: one byte."""
     if code is None or isinstance(code, int):
         status = int(code or 0)
         status = status & 0xFF if -sys.maxsize - 1 <= status <= sys.maxsize else 0xFF
@@ -92,7 +92,7 @@ def _status(code: Any) -> tuple[int, str]:
 
 
 def _show(error: BaseException) -> None:
-    """The traceback, from the script on."""
+    """Print the traceback, starting at the script."""
     frames = error.__traceback__
     while frames is not None and frames.tb_next is not None and frames.tb_frame.f_code.co_filename.startswith(_OURS):
         frames = frames.tb_next
@@ -100,6 +100,7 @@ def _show(error: BaseException) -> None:
 
 
 def _no_rank(simulator: Simulator, clock: Clock) -> None:
-    """In a process that the script forks (to load data, say): it computes at no cost and knows the real time."""
+    """Leave the simulation in a process that the script forks (a data loader, say): it computes at no cost and
+    sees the real time."""
     simulator.leave()
     clock.uninstall()

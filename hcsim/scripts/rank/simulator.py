@@ -1,4 +1,4 @@
-"""The rank's way to the simulator: what it says, in order, and what comes of its calls."""
+"""The rank's connection to the simulator: ordered messages, and the ends of calls."""
 
 from __future__ import annotations
 
@@ -12,44 +12,42 @@ from hcsim.scripts.conversation import Answer, Computed, Conversation, Finished,
 from hcsim.transport.messages import Requests
 
 _ABANDONED = 1
-"""Exit status of a rank whose simulator is gone."""
+"""The exit status of a rank whose simulator is gone."""
 
 
 class Work(Protocol):
-    """What has been counted and not yet been told."""
+    """Work that has been counted and not yet reported."""
 
     def take(self) -> Computed | None:
-        """All of it, if there is any; from then on it counts anew."""
+        """Return the work counted so far, if any, and reset the counters."""
 
     def answered(self) -> None:
-        """The simulator has answered, and waits for what comes next."""
+        """Note that the simulator has answered and waits for the next message."""
 
 
 class Settled(Protocol):
     """A call that waits for its end."""
 
-    def settle(self, finished: Finished) -> None:
-        """This is what it came to."""
+    def settle(self, finished: Finished) -> None: ...
 
 
 class Simulator:
-    """Everything that the rank says goes through here. What was computed before it is said first."""
+    """The channel for all messages of the rank. Counted work is reported before each message."""
 
     def __init__(self, conversation: Conversation[Answer], arena: Arena) -> None:
         self.arena = arena
         self.lock = threading.RLock()
         self.now_s = self.elapsed_s = 0.0
-        """As of the last answer."""
+        """The virtual times of the last answer."""
         self.stale = False
-        """Whether something has been said since, so that time may have passed."""
+        """Whether a message was sent after the last answer, so that virtual time may have passed."""
         self.work: Work | None = None
         self.pending: Requests[Settled] = Requests()
-        """Calls on their way."""
         self._conversation = conversation
         self._left = False
 
     def tell(self, message: Message) -> None:
-        """Say something that needs no answer."""
+        """Send a message that needs no answer."""
         if self._left:
             return
         with self.lock:
@@ -57,7 +55,7 @@ class Simulator:
             self._say(message)
 
     def ask(self, message: Message) -> Answer:
-        """Say something and wait for the answer, which also tells of calls that have ended meanwhile."""
+        """Send a request and wait for the answer, which also reports calls that have ended in the meantime."""
         if self._left:
             raise UsageError("a process that the script has started is no rank: it has no part in its rank's groups")
         with self.lock:
@@ -77,14 +75,13 @@ class Simulator:
             return answer
 
     def tell_work(self) -> None:
-        """Say what has been computed."""
         with self.lock:
             done = self.work.take() if self.work is not None else None
             if done is not None:
                 self._say(done)
 
     def leave(self) -> None:
-        """Hang up: in a process that was forked from this one, which is no rank."""
+        """Close the connection, in a process that was forked from this one and is no rank."""
         self._left = True
         self.lock = threading.RLock()  # a thread that is not here may have it
         self.work = None

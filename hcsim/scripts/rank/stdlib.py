@@ -1,5 +1,5 @@
-"""The script's `time`, `sys.stdout` and `sys.stderr`: the simulated machine's clock, sleep that passes there, and lines
-that the simulator prints in the order of its time.
+"""The script's `time`, `sys.stdout` and `sys.stderr`: the simulated machine's clock, sleep in virtual time, and
+output that the simulator prints in the order of virtual time.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from hcsim.scripts.rank.counting import Counter
 from hcsim.scripts.rank.simulator import Simulator
 
 BEGIN_S = 1_767_225_600.0
-"""When the simulation begins, for `time.time`: 2026-01-01, 0:00 UTC. A day that is always the same."""
+"""The start of the simulation for `time.time`: 2026-01-01, 0:00 UTC. It is fixed for reproducibility."""
 _READING_S = 1e-6
-"""How long it takes to look at the clock: a script that does nothing else until some time sees it come."""
+"""The cost of reading the clock: it lets virtual time pass for a script that polls the clock in a loop."""
 
 _REPLACED = ("time", "time_ns", "monotonic", "monotonic_ns", "perf_counter", "perf_counter_ns", "sleep")
 
@@ -33,15 +33,17 @@ _REALLY_WAIT = [
         "multiprocessing.queues", "multiprocessing.synchronize", "torch.multiprocessing.spawn",
     )
 ]  # fmt: skip
-"""They wait for threads and processes until some time has come, and simulated time would stand still meanwhile."""
+"""Functions that wait for threads and processes until a deadline, during which simulated time would stand
+still."""
 _REAL_TIME: Any = ModuleType("time")
 _REAL_TIME.__dict__.update(vars(time))
 
 
 class Clock:
-    """Reads the simulator's time. Only the main thread can have it asked; others see what was last heard.
+    """Reads the simulator's time. Only the main thread can ask the simulator; other threads see the last
+    answer's time.
 
-    A script may have these functions under names of its own, also in processes that are no ranks."""
+    A script may hold these functions under other names, also in processes that are not ranks."""
 
     def __init__(self, simulator: Simulator, counter: Counter) -> None:
         self._simulator = simulator
@@ -49,7 +51,6 @@ class Clock:
         self._installed = False
 
     def install(self) -> None:
-        """Have the module `time` say it."""
         self._installed = True
         time.time = self._now
         time.monotonic = time.perf_counter = self._elapsed
@@ -61,7 +62,6 @@ class Clock:
             module.time = _REAL_TIME  # type: ignore[attr-defined]
 
     def uninstall(self) -> None:
-        """Have it say the real time again."""
         self._installed = False
         for name in _REPLACED:
             setattr(time, name, getattr(_REAL_TIME, name))
@@ -95,7 +95,7 @@ class Clock:
 
 
 class _Told(io.RawIOBase):
-    """Bytes go to the simulator; in a process that is no rank, where they went before."""
+    """Forwards bytes to the simulator or, in a process that is not a rank, to the original stream."""
 
     def __init__(self, simulator: Simulator, stream: int) -> None:
         self._simulator = simulator
@@ -117,7 +117,7 @@ class _Told(io.RawIOBase):
 
 
 def install_output(simulator: Simulator) -> None:
-    """Have `sys.stdout` and `sys.stderr` go there."""
+    """Redirect `sys.stdout` and `sys.stderr` to the simulator."""
     for stream, name in ((1, "stdout"), (2, "stderr")):
         raw = io.BufferedWriter(_Told(simulator, stream))
         text = io.TextIOWrapper(raw, encoding="utf-8", errors="backslashreplace", line_buffering=True)

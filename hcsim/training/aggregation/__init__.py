@@ -1,1 +1,1 @@
-"""What crosses the network of a gradient: one exchange for each kind of compressor."""
+"""Gradient aggregation: one exchange for each kind of compressor."""

@@ -1,7 +1,7 @@
-"""The sum of all ranks' arrays, through whichever exchange the compressor needs.
+"""The sum of all ranks' arrays, by the exchange that the compressor needs.
 
-Ranks weigh their arrays before (by their share of the samples), so the sum is the weighted average. Each bucket has
-its own number on the wire: buckets may be in flight together.
+Ranks scale their arrays first (by their share of the samples), so the sum is the weighted average. Each bucket
+has its own number on the wire, so several buckets may be in flight at once.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ class Aggregator(Protocol):
     """Sums arrays over a group."""
 
     async def total(self, flat: Flat, bucket: Bucket, weight: float, step: int) -> None:
-        """Replace the bucket's part of the array by the sum of all ranks', each times its rank's weight.
+        """Replace the bucket's part of the array by the sum over all ranks, each scaled by its rank's weight.
 
-        Where a rank's array is not finite, all ranks hear of it by a `NotFinite` once the exchange is over."""
+        If a rank's array is not finite, all ranks raise `NotFinite` once the exchange is over."""
 
 
 class Exchange(Protocol):
-    """How payloads of one kind are combined."""
+    """The exchange of one kind of payload."""
 
     async def total(self, flat: Array, tensors: Sequence[Tensor], step: int, bucket: int) -> None:
-        """Replace each tensor by its sum over all ranks; together they are all of the array."""
+        """Replace each tensor by its sum over all ranks. The tensors cover the whole array."""
 
     async def phantom_total(self, tensors: Sequence[Tensor], bucket: int) -> None:
-        """The same without data: only time passes."""
+        """Do the same without data: only time passes."""
 
 
 class OneLevel:
-    """All ranks exchange with all, by whatever collective."""
+    """All ranks exchange with all, by any collective."""
 
     def __init__(self, group: Group, ledger: Ledger, compressor: Compressor, algorithm: str = "auto") -> None:
         self._group = group
@@ -50,7 +50,6 @@ class OneLevel:
         self._exchange = _exchange(group, Bench(group.host, ledger, compressor), compressor, algorithm)
 
     async def total(self, flat: Flat, bucket: Bucket, weight: float, step: int) -> None:
-        """See `Aggregator.total`."""
         # What travels as it is need not be told apart by tensor: the bucket goes out without a copy.
         tensors = (Tensor("bucket", (bucket.hi - bucket.lo,), 0),) if self._joined else bucket.tensors
         await self._group.host.device.touch(2 * bucket.size_bytes)
@@ -63,15 +62,15 @@ class OneLevel:
 
 
 class Hierarchical:
-    """Neighbours sum up first; one of each neighbourhood exchanges with the others, compressed, and tells the rest."""
+    """Ranks reduce within their group; one rank of each group exchanges compressed sums with the other groups and
+    broadcasts the result."""
 
     def __init__(self, near: Group, far: Aggregator | None) -> None:
         self._near = near
         self._far = far
-        """None on ranks that do not speak for their neighbourhood."""
+        """None on ranks that do not represent their group."""
 
     async def total(self, flat: Flat, bucket: Bucket, weight: float, step: int) -> None:
-        """See `Aggregator.total`."""
         part: Flat
         await self._near.host.device.touch(2 * bucket.size_bytes)
         if isinstance(flat, Phantom):

@@ -1,21 +1,21 @@
-"""How encoded tensors are summed over all ranks: by a collective that fits the kind of compressor.
+"""Sums of encoded tensors over all ranks, by a collective that fits the kind of compressor.
 
-Linear compressors: their factors are summed by an all-reduce, round by round. The tensors of a bucket go through their
-rounds in lockstep, so a bucket costs as many all-reduces as its compressor has rounds, whatever the number of its
+Linear compressors: an all-reduce sums their factors, round by round. The tensors of a bucket go through their
+rounds in lockstep, so a bucket costs as many all-reduces as its compressor has rounds, whatever the number of
 tensors.
 
-Sparse compressors: everybody gets everybody's payload, decodes it and adds it up, in the order of ranks.
+Sparse compressors: an all-gather. Each rank decodes all payloads and adds them up in the order of ranks.
 
-Quantised compressors: a reduce-scatter and an all-gather of encoded pieces. The bucket is cut into one part per rank.
-Everybody sends each rank its part, encoded; the owner decodes and sums in the order of ranks, encodes the sum, and
-everybody gathers the encoded sums. So every element is encoded twice, travels as often as in the best dense all-reduce,
-and is summed as a float. A tensor that lies across a cut is encoded in pieces, each with its own scale. With error
-feedback both errors are kept: each rank keeps what its own encoding lost, and the owner of a part keeps what the
-encoding of the sum lost. Sum of inputs = what was delivered + sum of residuals. (Tang et al., "DoubleSqueeze", 2019,
-compress twice in the same way, at a server.)
+Quantised compressors: a reduce-scatter and an all-gather of encoded pieces. The bucket is cut into one part per
+rank. Each rank sends every other rank its part, encoded. The owner of a part decodes and sums in the order of
+ranks and encodes the sum; all ranks gather the encoded sums. So every element is encoded twice, travels as
+often as in the best dense all-reduce, and is summed as a float. A tensor that lies across a cut is encoded in
+pieces, each with its own scale. With error feedback both errors are kept: each rank keeps the error of its own
+encoding, and the owner of a part keeps the error of the encoded sum. Sum of inputs = what was delivered + sum
+of residuals. (Tang et al., "DoubleSqueeze", 2019, compress twice in the same way, at a server.)
 
-A rank whose tensors are not finite sends NaNs or a mark in their place, which the owner of a part passes on in place of
-its sum. So all ranks know once the exchange is over, and all refuse the sum.
+A rank whose tensors are not finite sends NaNs or a mark in their place, and the owner of a part passes them on
+in place of its sum. So all ranks know once the exchange is over, and all reject the sum.
 """
 
 from __future__ import annotations
@@ -54,11 +54,10 @@ class Bench:
         self._compressor = compressor
 
     def of(self, compressor: Compressor) -> Bench:
-        """The same place, for another compressor's work."""
         return Bench(self._host, self._ledger, compressor)
 
     async def encode(self, shapes: Iterable[Shape], function: Callable[[], T], share: float = 1.0) -> T:
-        """Call what encodes tensors of these shapes; `share` is the part of the work that is done now."""
+        """Call a function that encodes tensors of these shapes; `share` is the part of the work done now."""
         tensors = list(shapes)
         metrics, compressor = self._host.metrics, self._compressor.spec
         began_s = self._host.clock.elapsed()
@@ -75,7 +74,7 @@ class Bench:
         return result
 
     async def decode(self, shapes: Iterable[Shape], function: Callable[[], T], times: float = 1.0) -> T:
-        """Call what decodes tensors of these shapes, so many times each."""
+        """Call a function that decodes tensors of these shapes, `times` times each."""
         began_s = self._host.clock.elapsed()
         result = await self._run(map(self._compressor.decode_work, shapes), function, times)
         seconds = self._host.metrics.histogram("hcsim_compression_decode_seconds", compressor=self._compressor.spec)
@@ -92,19 +91,19 @@ class Bench:
 
 
 def _encoded_bytes(result: object, expected: float) -> float:
-    """The size of one payload, or of one for each rank (beside which may stand what they lost); of a phantom, as
-    expected."""
+    """Return the size of one payload, or of one payload per rank (which a residual may accompany). The size of a
+    phantom is the expected one."""
     if isinstance(result, tuple):
         return float(sum(payload.nbytes for payload in result[0]))
     return result.nbytes if isinstance(result, np.ndarray) else expected
 
 
 def nothing() -> None:
-    """What is done with a phantom: only its time passes."""
+    """Do nothing: for a phantom only time passes."""
 
 
 class LinearExchange:
-    """Sums what the rounds of each tensor ask for."""
+    """Sums the arrays that the rounds of each tensor request."""
 
     def __init__(self, group: Group, bench: Bench, compressor: Linear, algorithm: str) -> None:
         self._group = group
@@ -113,7 +112,6 @@ class LinearExchange:
         self._algorithm = algorithm
 
     async def total(self, flat: Array, tensors: Sequence[Tensor], step: int, bucket: int) -> None:
-        """Replace each tensor by its sum over all ranks."""
         views = [tensor.view(flat) for tensor in tensors]
         idents = [Ident(tensor.name, step) for tensor in tensors]
         shapes = [tensor.shape for tensor in tensors]
@@ -132,7 +130,6 @@ class LinearExchange:
             raise lockstep.refused
 
     async def phantom_total(self, tensors: Sequence[Tensor], bucket: int) -> None:
-        """The same without data: only time passes."""
         shapes = [tensor.shape for tensor in tensors]
         rounds = self._rounds(tensors)
         for number in range(rounds):
@@ -147,19 +144,19 @@ class LinearExchange:
 
 
 class _Lockstep:
-    """Several tensors' rounds, advanced together; some may have fewer than others."""
+    """The rounds of several tensors, advanced together; some tensors may have fewer rounds than others."""
 
     def __init__(self, rounds: Sequence[Rounds], sizes: Sequence[tuple[int, ...]]) -> None:
         self.refused: NotFinite | None = None
-        """Why the sums have no meaning, if a tensor is not finite."""
+        """The error, if a tensor is not finite and the sums are meaningless."""
         self._sizes = sizes
         self._running = dict(enumerate(rounds))
         self._lengths = dict.fromkeys(self._running, 0)
         self._done = 0
-        """Rounds that all have begun."""
+        """The number of rounds that all tensors have begun."""
 
     def next(self, joined: Array | None) -> Array:
-        """Give each tensor its part of the sums (None to begin); what they want summed next, joined."""
+        """Give each tensor its part of the sums (None to begin); return the next arrays to sum, joined."""
         factors: dict[int, Array] = {}
         offset = 0
         for number, rounds in list(self._running.items()):
@@ -187,7 +184,7 @@ class _Lockstep:
 
 
 def _without_values(sizes: Sequence[int]) -> Rounds:
-    """The rounds that are left for a tensor that is not finite."""
+    """Return the remaining rounds of a tensor that is not finite."""
     for size_bytes in sizes:
         yield np.full(size_bytes // FLOAT_BYTES, np.nan, np.float32)
 
@@ -201,7 +198,6 @@ class SparseExchange:
         self._compressor = compressor
 
     async def total(self, flat: Array, tensors: Sequence[Tensor], step: int, bucket: int) -> None:
-        """Replace each tensor by its sum over all ranks."""
         shapes = [tensor.shape for tensor in tensors]
 
         def encoded() -> Bytes:
@@ -229,7 +225,6 @@ class SparseExchange:
             return without_values(self._compressor.size_bytes(tensor.shape))
 
     async def phantom_total(self, tensors: Sequence[Tensor], bucket: int) -> None:
-        """The same without data: only time passes."""
         shapes = [tensor.shape for tensor in tensors]
         await self._bench.encode(shapes, nothing)
         await self._group.all_gather(Phantom(sum(map(self._compressor.size_bytes, shapes))), bucket=bucket)
@@ -239,22 +234,21 @@ class SparseExchange:
 _LENGTH_BYTES = 8
 
 Decode: TypeAlias = Callable[[Bytes, Array, Ident], None]
-"""Puts, adds or subtracts what a payload says."""
+"""Puts, adds or subtracts the content of a payload."""
 
 
 class QuantisedExchange:
-    """Sums parts where they belong, and gathers the sums."""
+    """Each rank sums one part; the ranks gather the sums."""
 
     def __init__(self, group: Group, bench: Bench, compressor: Compressor) -> None:
         self._group = group
         self._feedback = compressor if isinstance(compressor, Feedback) else None
         self._coder = compressor.inner if isinstance(compressor, Feedback) else compressor
         self._first = bench
-        """Where gradients are encoded, and what that lost is found."""
+        """Encodes gradients and computes their residual."""
         self._bench = bench.of(self._coder)
 
     async def total(self, flat: Array, tensors: Sequence[Tensor], step: int, bucket: int) -> None:
-        """Replace each tensor by its sum over all ranks; together they are all of the array."""
         group, bench = self._group, self._bench
         shapes = [tensor.shape for tensor in tensors]
         parts = self._parts(tensors)
@@ -274,7 +268,6 @@ class QuantisedExchange:
                 self._feedback.keep(tensor.view(lost), Ident(tensor.name, step))
 
     async def phantom_total(self, tensors: Sequence[Tensor], bucket: int) -> None:
-        """The same without data: only time passes."""
         group, bench = self._group, self._bench
         shapes = [tensor.shape for tensor in tensors]
         parts = self._parts(tensors)
@@ -293,7 +286,8 @@ class QuantisedExchange:
         await bench.decode(shapes, nothing)
 
     def _parts(self, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-        """By rank, what it sums: pieces of tensors. A lossless coder needs no tensor's scale, and gets one piece."""
+        """Return by rank the pieces of tensors that it sums. A lossless coder needs no scale per tensor and gets one
+        piece."""
         lo, hi = tensors[0].offset, tensors[-1].span.stop
         whole = [Tensor(tensors[0].name, (hi - lo,), lo)] if not self._coder.sized else tensors
         cuts = [lo + cut for cut in split(hi - lo, self._group.size)]
@@ -302,7 +296,7 @@ class QuantisedExchange:
     def _encode_parts(
         self, flat: Array, tensors: Sequence[Tensor], parts: list[list[Tensor]], step: int
     ) -> tuple[list[Bytes], Array | None]:
-        """A payload for each rank, and what is lost by them if that is to be kept."""
+        """Return one payload per rank, and their residual if it is to be kept."""
         if self._feedback is None:
             try:
                 return [self._encode(flat, part, step) for part in parts], None
@@ -321,7 +315,7 @@ class QuantisedExchange:
         return payloads, lost
 
     def _sum(self, payloads: list[Bytes], flat: Array, ours: list[Tensor], step: int) -> bool:
-        """Sum our part; whether it is finite on all ranks."""
+        """Sum this rank's part; return whether it is finite on all ranks."""
         if ours and not all(has_values(payload) for payload in payloads):
             return False
         for piece in ours:
@@ -343,7 +337,8 @@ class QuantisedExchange:
     def _deliver(
         self, sums: list[Bytes], flat: Array, parts: list[list[Tensor]], lost: Array | None, step: int
     ) -> None:
-        """Decode the sums, our own too: all ranks must hold the same. What our encoding of it lost is ours to keep."""
+        """Decode the sums, this rank's own included: all ranks must hold the same values. The owner keeps the
+        residual of its encoded sum."""
         for part, payload in zip(parts, sums, strict=True):
             if part and not has_values(payload):
                 raise NotFinite("the tensor of some rank has a NaN or an infinity, or the sum has", part[0].name)
@@ -368,7 +363,8 @@ class QuantisedExchange:
             decode(payload[lo:hi], piece.view(flat), Ident(piece.name, step))
 
     async def _received(self, payloads: list[Bytes], ours: list[Tensor], bucket: int) -> list[int]:
-        """How much each rank sends us: as much as we send ourselves, or what they say."""
+        """Return the number of bytes that each rank sends: as many as this rank sends itself, or the announced
+        lengths."""
         rank, size = self._group.rank, self._group.size
         if self._coder.sized:
             return [payloads[rank].size] * size
@@ -376,14 +372,13 @@ class QuantisedExchange:
         return self._believed([int(theirs[rank]) for theirs in map(array_of, lengths)], [ours] * size)
 
     async def _counts(self, payload: Bytes, parts: list[list[Tensor]], bucket: int) -> list[int]:
-        """How long each rank's encoded sum is."""
         if self._coder.sized:
             return [sum(self._coder.size_bytes(piece.shape) for piece in part) for part in parts]
         lengths = await self._group.all_gather(np.array([payload.size]), bucket=bucket)
         return self._believed([int(theirs[0]) for theirs in map(array_of, lengths)], parts)
 
     def _believed(self, lengths: list[int], parts: list[list[Tensor]]) -> list[int]:
-        """What ranks say of their payloads' lengths, if that is possible: we are about to take so much memory."""
+        """Check the announced payload lengths: memory of that size is about to be allocated."""
         for rank, (length, part) in enumerate(zip(lengths, parts, strict=True)):
             most = sum(self._coder.most_bytes(piece.shape) for piece in part)
             if not 0 <= length <= most:

@@ -1,17 +1,17 @@
-"""What is left when everybody is gone: a member's state on its disk, whole and verified.
+"""Checkpoints: a member's state on its disk, complete and verified.
 
-The first member of a view saves now and then, and everybody who leaves before the end. After all have started anew,
-training goes on from the newest state that one of them holds: a checkpoint says of which era and step it is, and
-members compare those when a view begins. What the saver's error feedback owed is in it, unless others owe it now.
-What those owed who did not save is lost with them.
+The first member of a view saves periodically, and every member that leaves before the end saves. After a
+restart of all members, training goes on from the newest checkpoint that one of them holds: a checkpoint names
+its era and step, and members compare those when a view begins. It contains the saver's error-feedback residual,
+unless another member has it by then. The residuals of members that did not save are lost.
 
-A member keeps the last few checkpoints, each in a record of its own. Each is numbered, and a new one takes the place of
-the oldest, so the others stay whole whatever happens meanwhile. The newest that is not damaged is loaded. A checkpoint
-that cannot be written (a full disk) is tried again when the next one is due, and training goes on.
+A member keeps the last few checkpoints, each in a record of its own. They are numbered, and a new one replaces
+the oldest, so the others stay intact. The newest undamaged one is loaded. If a checkpoint cannot be written (a
+full disk), training goes on and the next one is tried when it is due.
 
-The file is safetensors: everything that reads those finds the parameters under "parameters". Its metadata name the
-task, and its SHA-256 covers them and every array with its name, type and shape. Checkpoints of format 1, whose digest
-covered less, are refused.
+The file is safetensors, with the parameters under "parameters". Its metadata name the task, and its SHA-256
+covers them and every array with its name, type and shape. Checkpoints of format 1, whose digest covered less,
+are rejected.
 """
 
 from __future__ import annotations
@@ -33,27 +33,27 @@ from hcsim.runtime.host import Host, Store, Work
 from hcsim.training.elastic.transfer import Parcel
 
 MOST_KEPT = 16
-"""So many records are looked for when a checkpoint is loaded, however few are kept now."""
+"""The number of records searched when a checkpoint is loaded, even if fewer are kept now."""
 ANOTHER_FOLDER = "give another folder (--state), or remove it"
 _FORMAT = "hcsim checkpoint 2"
 _EARLIER = "hcsim checkpoint 1"
 
 
 class Vault(Protocol):
-    """Where one checkpoint is kept."""
+    """A place for one checkpoint."""
 
     def save(self, data: bytes) -> None:
-        """Replace it: all or nothing."""
+        """Replace the checkpoint, atomically."""
 
     def load(self) -> bytes | None:
-        """As it was last saved; None where there is none."""
+        """Return the checkpoint as it was last saved, or None."""
 
     def __str__(self) -> str:
-        """Where a person finds it."""
+        """Return the place as shown to the user."""
 
 
 class InStore:
-    """In a host's store."""
+    """A vault in a host's store."""
 
     def __init__(self, store: Store, name: str = "checkpoint") -> None:
         self._store = store
@@ -63,29 +63,27 @@ class InStore:
         return self._store.where(self._name)
 
     def save(self, data: bytes) -> None:
-        """See `Vault.save`."""
         self._store.save(self._name, data)
 
     def load(self) -> bytes | None:
-        """See `Vault.load`."""
         return self._store.load(self._name)
 
 
 def in_store(store: Store, name: str = "checkpoint") -> tuple[InStore, ...]:
-    """Places for as many checkpoints as may be kept."""
+    """Return vaults for as many checkpoints as may be kept."""
     return tuple(InStore(store, f"{name}.{number}" if number else name) for number in range(MOST_KEPT))
 
 
 class Origin(msgspec.Struct, frozen=True):
-    """What a checkpoint is of."""
+    """The task that a checkpoint belongs to."""
 
     task: str = ""
     fingerprint: str = ""
-    """Of the task's data and shapes."""
+    """The fingerprint of the task's data and shapes."""
 
 
 class Checkpoints:
-    """When to save, and where."""
+    """When and where to save."""
 
     def __init__(
         self,
@@ -96,24 +94,24 @@ class Checkpoints:
         keep: int = 1,
         origin: Origin | None = None,
     ) -> None:
-        """Save after so many steps each, and keep the last few; `tell` hears what a person should know."""
+        """Save every `every` steps, and keep the last few. `tell` is called with messages for the user."""
         self._every = every
         self._vaults = tuple(vaults)
         self._tell = tell
         self._keep = min(keep, len(self._vaults))
         self._origin = origin or Origin()
         self._numbers = [0] * len(self._vaults)
-        """Of the checkpoint in each vault; 0: there is none, or it is damaged."""
+        """The number of the checkpoint in each vault; 0 if there is none or it is damaged."""
         self._failed = False
 
     def after(self, step: int) -> int:
-        """The next step to save after."""
+        """Return the next step to save after."""
         return step - step % self._every + self._every
 
     def load(self) -> Parcel | None:
-        """The newest state that was saved, if there is one; refuses what is not that, or of another task.
+        """Return the newest saved state, if there is one; reject other data, and states of another task.
 
-        Where the newest is damaged, the one before it is used, and a person hears of it."""
+        If the newest is damaged, the one before it is used, and the user is told."""
         damaged: list[str] = []
         newest: tuple[Vault, Loaded] | None = None
         for place, vault in enumerate(self._vaults):
@@ -139,7 +137,7 @@ class Checkpoints:
         return loaded.parcel
 
     async def save(self, host: Host, state: Parcel, step: int) -> None:
-        """Save a state, after that step, in the host's time. If it cannot be written, training goes on."""
+        """Save the state after that step, in the host's time. If it cannot be written, training goes on."""
         error = await self._save(host, state)
         if error and not self._failed:
             self._tell(f"the checkpoint after step {step} could not be saved ({error}); training goes on, and the next "
@@ -149,7 +147,7 @@ class Checkpoints:
         self._failed = bool(error)
 
     async def save_last(self, host: Host, state: Parcel, step: int) -> None:
-        """Save the state of a member that leaves, after that step. A full disk does not keep it from leaving."""
+        """Save the state of a member that leaves after that step. A full disk does not keep it from leaving."""
         error = await self._save(host, state)
         if error:
             self._tell(f"what was trained until step {step} could not be saved: {error}")
@@ -158,7 +156,7 @@ class Checkpoints:
             self._tell(f"saved after step {step}: {newest}")
 
     async def _save(self, host: Host, state: Parcel) -> str:
-        """Why it could not be saved; empty if it was."""
+        """Return why the state could not be saved; empty if it was saved."""
         number = max(self._numbers) + 1
         oldest = min(range(self._keep), key=self._numbers.__getitem__)
 
@@ -176,7 +174,7 @@ class Checkpoints:
 
 
 class Loaded(NamedTuple):
-    """What a file holds."""
+    """The content of a checkpoint file."""
 
     parcel: Parcel
     origin: Origin
@@ -184,7 +182,7 @@ class Loaded(NamedTuple):
 
 
 class _Metadata(msgspec.Struct, frozen=True):
-    """What a file says of itself."""
+    """The metadata of a checkpoint file."""
 
     format: str
     about: str = ""
@@ -203,7 +201,6 @@ class _Header(msgspec.Struct, frozen=True):
 
 
 def encode(parcel: Parcel, origin: Origin | None = None, number: int = 1) -> bytes:
-    """A state as a file."""
     arrays, of = _arrays(parcel), origin or Origin()
     plain = _Metadata(_FORMAT, parcel.about.hex(), "", of.task, of.fingerprint, str(number))
     metadata = msgspec.structs.replace(plain, sha256=_digest(plain, arrays))
@@ -211,7 +208,7 @@ def encode(parcel: Parcel, origin: Origin | None = None, number: int = 1) -> byt
 
 
 def decode(data: bytes) -> Loaded:
-    """A state that was saved; refuses what is not that."""
+    """Decode a saved state; reject other data."""
     try:
         header = msgspec.json.decode(data[8 : 8 + int.from_bytes(data[:8], "little")], type=_Header)
         says = header.metadata
@@ -231,7 +228,7 @@ def decode(data: bytes) -> Loaded:
 
 @contextmanager
 def fitting() -> Iterator[None]:
-    """While a checkpoint is taken over: what does not fit is the person's to settle."""
+    """Raise `ConfigError` if a checkpoint does not fit the settings."""
     try:
         yield
     except (UsageError, *UNDECODABLE) as error:

@@ -1,7 +1,8 @@
-"""What every member of a cluster does in a training, whichever its strategy.
+"""The part of an elastic member that all strategies have in common.
 
-`follow` (`hcsim.training.elastic.train`) leads it from view to view. A `ReplicatedMember` holds a replica of the model
-and votes on every step; a `ServedMember` works for a parameter server, and has it where it is its turn.
+`follow` (`hcsim.training.elastic.train`) leads a member from view to view. A `ReplicatedMember` holds a replica
+of the model and votes on every step. A `ServedMember` is a worker of a parameter server, and runs the server or
+its standby if it is among the first two members.
 """
 
 from __future__ import annotations
@@ -30,26 +31,26 @@ from hcsim.training.task import Task
 from hcsim.training.trainer import Trainer
 
 _LAST_STEPS = 4
-"""Steps whose work a member tells the others when a view fails."""
+"""The number of last steps whose compute time a member reports when a view fails."""
 
 
 class Extras(msgspec.Struct, frozen=True):
-    """What a training may have beside its settings."""
+    """Optional inputs of a training, beside its settings."""
 
     observer: Observer | None = None
     what: Task | None = None
-    """A task of one's own."""
+    """A user-defined task."""
     leaving: asyncio.Event | None = None
-    """Once it is set, this member leaves after the step that is under way."""
+    """Once it is set, this member leaves after the current step."""
     checkpoints: Checkpoints | None = None
     began: Callable[[View, int], None] = lambda view, step: None
-    """Hears of each view in which all have come to hold the same, and how many steps had been taken by then."""
+    """Called with each view whose members have synchronised, and the number of steps taken by then."""
     by_links: bool = False
-    """Whether the ring's order and `auto` follow what was measured of the links; the same for all."""
+    """Whether the ring's order and `auto` follow the measured links; the same on all members."""
 
 
 class ElasticMember(Trainer, ABC):
-    """A member of a cluster that trains, from view to view."""
+    """A member of a cluster that trains from view to view."""
 
     def __init__(
         self, host: Host, conductor: Conductor, settings: Training, seed: int, extras: Extras, *, ranks: int = 1
@@ -62,42 +63,41 @@ class ElasticMember(Trainer, ABC):
         self.checkpoints = extras.checkpoints
         self.began = extras.began
         self._failed_at = 0
-        """Where we were when a view last failed: what was done since may have been done in views that others joined."""
+        """The step at which a view last failed. Steps since then may have been taken in views that other members
+        joined."""
 
     @property
     @abstractmethod
     def is_complete(self) -> bool:
-        """Whether all steps are done, and the run has the model that they led to."""
+        """Whether all steps are done and the run holds the resulting model."""
 
     @property
     def votes_seen(self) -> VotesSeen | None:
-        """The last votes that we received in the present view, if its members vote."""
+        """The last votes received in the present view, if the members vote."""
         return None
 
     @abstractmethod
     def reload(self, checkpoint: Parcel) -> None:
-        """Begin with what was saved, if nobody has anything newer."""
+        """Begin with a saved state, unless a member holds a newer one."""
 
     @abstractmethod
-    def options(self, view: View) -> Options:
-        """How a view's group works."""
+    def options(self, view: View) -> Options: ...
 
     @abstractmethod
     async def train(self, group: Group, view: View) -> bool:
-        """Train in this view for as long as it lasts; whether that was all."""
+        """Train in this view for as long as it lasts; return whether training is complete."""
 
     async def complete(self) -> None:
-        """Nobody needs us any more: note the last step, if that was not done."""
+        """Note the last step, if that was not done, once no other member needs this one."""
 
-    async def close(self) -> None:
-        """Nothing goes on after this."""
+    async def close(self) -> None: ...
 
     @abstractmethod
     async def save(self) -> None:
-        """Save what we hold, if checkpoints are kept: we leave before the end."""
+        """Save the state, if checkpoints are kept, because this member leaves before the end."""
 
     def failure(self, view: View, group: Group) -> Failure:
-        """What there is to know of a view whose group failed."""
+        """Return what this member knows of a view whose group failed."""
         error, waited_for, progress_s = group.error, group.waited_for, self.observer.progress_s
         peer = error.peer if isinstance(error, CollectiveError) and error.peer != group.rank else None
         seen_here = isinstance(error, CollectiveError) and error.phase != TOLD
@@ -127,13 +127,13 @@ class ElasticMember(Trainer, ABC):
         )
 
     def _work_s(self) -> float:
-        """What this member itself computed and encoded for its last steps, in seconds a step."""
+        """Return the seconds per step that this member computed and encoded in its last steps."""
         points = self.run.points[-_LAST_STEPS:] if self.has_begun else []
         return sum(point.spent_s["compute"] + point.spent_s["encode"] for point in points) / max(1, len(points))
 
 
 def named(text: str, view: View) -> str:
-    """An error of a view's group, with the members' names and addresses in the place of their ranks and ids."""
+    """Replace ranks and ids in an error of a view's group by the members' names and addresses."""
 
     def name(match: re.Match[str]) -> str:
         rank = int(match[1])

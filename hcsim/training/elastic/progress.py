@@ -1,26 +1,26 @@
-"""How far a member has come, and in whose company: what members tell each other when a view begins.
+"""A member's progress, which members exchange when a view begins.
 
-An *era* is what happens in one view. A member is in the era that it last synchronised in. Eras follow each other in
-one line (their order is: generation, epoch), and everybody remembers with which step each began. So it can be
-told of a member that was away whether the steps that it took part in count.
+An *era* is the training in one view. A member is in the era that it last synchronised in. Eras are totally
+ordered by (generation, epoch), and every member records the step with which each began. So the members can
+decide whether the steps of a member that was away count.
 
-A cluster of which nothing is left but checkpoints begins a new lineage, and its epochs from the start: those
-eras are of the next generation.
+A cluster that restarts from checkpoints alone begins a new lineage, whose epochs start again: those eras are of
+the next generation.
 
-All eras that go back to the same first one are of one *origin*. Members of one origin compare their eras. A cluster
-that began without any checkpoint is of another origin than one that was there before, and their eras say nothing about
-each other. So between origins this decides, in this order:
+All eras that go back to the same first one have one *origin*. Members of one origin compare their eras. A
+cluster that began without any checkpoint has another origin than an earlier one, and their eras cannot be
+compared. Between origins this decides, in this order:
 
-    1.  An origin that some member works on now, with steps that it holds in memory, goes before one that members have
-        from a checkpoint alone. A machine that returns with an old checkpoint takes over the state of the cluster that
-        works now, however many eras or steps it remembers.
-    2.  Of two that members work on now, the one whose member is the most senior of the view: its cluster took in the
-        other's members (see `View.standing`: the larger one does).
-    3.  Of two that nobody works on, the one with more steps.
+    1.  An origin that some member works on now, with steps that it holds in memory, goes before one that
+        members have from a checkpoint alone. A machine that returns with an old checkpoint takes over the
+        state of the running cluster, however many eras or steps its checkpoint has.
+    2.  Of two that members work on now, the one whose member is the most senior of the view: its cluster took
+        in the other's members (see `View.standing`: the larger one does).
+    3.  Of two that no member works on, the one with more steps.
 
-Where any side may go on, or a machine alone, members of one origin may have gone apart, each with a lineage of views
-(`hcsim.cluster.view`). Where they meet, they go on from what those hold who worked in the lineage of the present view:
-they took in the others, who start over from there, however many steps they have done.
+Where any side of a split, or a single machine, may go on, members of one origin may have diverged, each with
+its own lineage of views (`hcsim.cluster.view`). When they meet, they go on from the state of the members of the
+present view's lineage. The others start over from that state, however many steps they have done.
 """
 
 from __future__ import annotations
@@ -37,24 +37,24 @@ import numpy.typing as npt
 from hcsim.cluster.view import View
 
 ERAS_KEPT = 256
-"""A member that was away for longer than so many is treated like one that was never there."""
+"""A member that was away for more eras than this is treated as a new one."""
 _ORIGINS = 0x7FFFFFFF
 _CRC_BITS = 32
 
 
 class Era(msgspec.Struct, frozen=True, order=True):
-    """A view that a model was trained in."""
+    """A view in which a model was trained."""
 
     generation: int = 0
     epoch: int = -1
     view: int = 0
-    """A digest of its members: where both sides of a split cluster may go on, they are of unlike eras."""
+    """A digest of the view's members: where both sides of a split cluster may go on, their eras differ by it."""
     lineage: int = 0
     origin: int = 0
-    """Which first era it goes back to."""
+    """The first era that it goes back to."""
 
     def next(self, view: View) -> Era:
-        """The era of a view whose members go on from here."""
+        """Return the era of a view whose members go on from here."""
         lineage = lineage_digest(view)
         members = zlib.crc32(repr([(member.node, member.boot) for member in view.members]).encode())
         generation = self.generation + (self.epoch >= 0 and lineage != self.lineage)
@@ -63,7 +63,7 @@ class Era(msgspec.Struct, frozen=True, order=True):
 
 
 class Began(msgspec.Struct, frozen=True):
-    """An era, and the step that it began with."""
+    """An era, and the step with which it began."""
 
     era: Era
     step: int
@@ -75,30 +75,31 @@ class Past(msgspec.Struct, frozen=True):
     eras: tuple[Began, ...] = ()
 
     def after(self, era: Era, step: int) -> Past:
-        """With one more, from this step on."""
+        """Return the past extended by an era that begins with this step."""
         return Past((*self.eras, Began(era, step))[-ERAS_KEPT:])
 
     def counted(self, era: Era, now: int) -> int | None:
-        """How many steps had been taken when that era ended; `now` if it has not. None: that era does not count."""
+        """Return the number of steps taken when that era ended, or `now` if it has not ended. None: that era does
+        not count."""
         ends = [*(began.step for began in self.eras[1:]), now]
         return next((end for began, end in zip(self.eras, ends, strict=False) if began.era == era), None)
 
 
 class Provenance(msgspec.Struct, frozen=True):
-    """How far a model has come: what goes with it, beside its arrays."""
+    """The progress of a model: its state beside the arrays."""
 
     era: Era
     past: Past
     step: int
     since: tuple[int, int]
-    """A step, and how many samples were dealt out before it: where the next batches begin."""
+    """A step, and the number of samples dealt out before it: where the next batches begin."""
     sizes: dict[str, int]
     """Batch sizes by node, where each has its own."""
     memory: bool
-    """Whether what compressors remember goes with it; that may be nothing."""
+    """Whether the compressors' state is included, even if it is empty."""
 
     def next(self, view: View, step: int, since: tuple[int, int], sizes: dict[str, int]) -> Provenance:
-        """In a view whose members go on from here, which is after that step."""
+        """Return the provenance in a view whose members go on from here, after that step."""
         era = self.era.next(view)
         return Provenance(era, self.past.after(era, step), step, since, sizes, memory=False)
 
@@ -107,7 +108,7 @@ NOTHING_YET = Provenance(Era(), Past(), 0, (0, 0), {}, memory=False)
 
 
 class Header(NamedTuple):
-    """What members tell each other first. `most_right` says whose state they go on from."""
+    """The first message between members. `most_right` selects the rank whose state all go on from."""
 
     generation: int
     epoch: int
@@ -115,7 +116,7 @@ class Header(NamedTuple):
     lineage: int
     step: int
     pending: int
-    """The step of an update that was exchanged and may count; or -1."""
+    """The step of an update that was exchanged and may count, or -1."""
     intent: int
     """A digest of the settings."""
     origin: int
@@ -124,29 +125,27 @@ class Header(NamedTuple):
 
     @classmethod
     def of(cls, era: Era, step: int, pending: int, intent: bytes, *, live: bool) -> Header:
-        """What one says who holds this, and wants that."""
         return cls(
             era.generation, era.epoch, era.view, era.lineage, step, pending, intent_digest(intent), era.origin, live
         )
 
     @property
     def era(self) -> Era:
-        """The era that it last synchronised in."""
+        """The era that the member last synchronised in."""
         return Era(self.generation, self.epoch, self.view, self.lineage, self.origin)
 
     @property
     def standing(self) -> tuple[Era, int]:
-        """For comparing."""
+        """The sort key of the progress: the era and the step."""
         return self.era, self.step
 
     def numbers(self) -> list[int]:
-        """For the wire: checksums have half of a number each."""
+        """Encode the header for the wire; each checksum takes half of a number."""
         view, lineage = self.view | self.live << _CRC_BITS, self.lineage | self.origin << _CRC_BITS
         return [self.generation, self.epoch, view, lineage, self.step, self.pending, self.intent]
 
     @classmethod
     def read(cls, array: npt.NDArray[np.int64]) -> Header:
-        """From what was gathered."""
         generation, epoch, view, lineage, step, pending, intent = (int(number) for number in array)
         low = (1 << _CRC_BITS) - 1
         origin, live = lineage >> _CRC_BITS, bool(view >> _CRC_BITS)
@@ -154,17 +153,16 @@ class Header(NamedTuple):
 
 
 def intent_digest(intent: bytes) -> int:
-    """Settings in one number."""
     return int.from_bytes(hashlib.sha256(intent).digest()[:8], "big") >> 1
 
 
 def lineage_digest(view: View) -> int:
-    """Which lineage a view is of, as a number."""
     return zlib.crc32(view.lineage.encode())
 
 
 def most_right(headers: Sequence[Header], lineage: int) -> int:
-    """The rank whose state all go on from in a view of that lineage; of several that hold the same, the first."""
+    """Return the rank whose state all go on from in a view of that lineage; of several with the same state, the
+    first."""
     held = [(rank, header) for rank, header in enumerate(headers) if header.epoch >= 0]
 
     def worth(origin: int) -> tuple[bool, int]:

@@ -1,18 +1,19 @@
-"""How long failures keep members from training, and whether steps still take as long as usual.
+"""Recovery time after failures, and detection of slow steps.
 
-A member whose cable, processor or disk has become slow delays every step, and no step fails. So each member compares
-the time of a step with the median of earlier ones. A view whose steps have been `SLOW` times as slow as usual for
-the time limit of an exchange has failed, and its members look for the one that delays them (see
+A member whose cable, processor or disk has become slow delays every step, and no step fails. So each member
+compares the time of a step with the median of earlier ones. A view whose steps have been `SLOW` times as slow
+as usual for the time limit of an exchange has failed, and its members look for the straggler (see
 `hcsim.cluster.diagnosis`). If they find none, the new speed is the usual one from then on.
 
-`watch_steps` looks at the other members when a step takes much longer than usual. A collective gives up after the
-group's timeout, and that has to be longer than any step that is right: a minute, by default. Heartbeats live on
-where only what is computed does not get through. So a member that has waited for several times the usual time of a
-step checks the port of every other member (`hcsim.transport.reception`), while the step goes on. If all answer, the
-step is only slow, and it looks again after twice the time. If one does not, the view ends, and what was found says
-without whom the next one begins (`hcsim.cluster.diagnosis`).
+`watch_steps` checks the other members when a step takes much longer than usual. A collective gives up only
+after the group's timeout, which has to be longer than any correct step: a minute by default. Heartbeats do not
+notice a failure that affects only the data. So a member that has waited for several times the usual time of a
+step checks the port of every other member (`hcsim.transport.reception`), while the step goes on. If all answer,
+the step is only slow, and the check is repeated after twice the time. If one does not answer, the view ends,
+and the findings decide which member the next view excludes (`hcsim.cluster.diagnosis`).
 
-A member does not check its own device: an evaluation or a checkpoint may have it for a while, and that is no sickness.
+A member does not check its own device: an evaluation or a checkpoint may occupy it for a while without any
+fault.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ from hcsim.training.run import Observer, Point, Run
 from hcsim.transport.reception import CHECK_S, check_peer
 
 SLOW = 4.0
-"""A step is slow if it takes so many times as long as usual."""
+"""A step is slow if it takes this many times the usual time."""
 _USUAL = 16
-"""Steps whose median is the usual time."""
+"""The number of steps whose median is the usual time."""
 _ENOUGH = 5
-"""Steps after which a median means something."""
+"""The number of steps after which the median is used."""
 
 
 class SlowSteps(CollectiveTimeout):
@@ -47,7 +48,7 @@ class StepTimer:
 
     def __init__(self, patience_s: float) -> None:
         self.slow_s = 0.0
-        """For how long steps have been slow."""
+        """The time for which steps have been slow."""
         self._slow_steps = 0
         self._patience_s = patience_s
         self._usual: deque[float] = deque(maxlen=_USUAL)
@@ -55,16 +56,16 @@ class StepTimer:
 
     @property
     def usual_s(self) -> float | None:
-        """How long a step usually takes; None while that is not known."""
+        """Return the usual time of a step, or None while it is unknown."""
         return statistics.median(self._usual) if len(self._usual) >= _ENOUGH else None
 
     def began(self) -> None:
-        """A view begins: the time since the last step is not that of a step."""
+        """Begin a view: the time since the last step is not the time of a step."""
         self._last = None
         self.slow_s, self._slow_steps = 0.0, 0
 
     def settled(self, step: int, now: float) -> None:
-        """So many steps are done; raises `SlowSteps` once they have been slow for too long."""
+        """Record that `step` steps are done; raise `SlowSteps` once they have been slow for too long."""
         last, self._last = self._last, (step, now)
         if last is None or step <= last[0]:
             return
@@ -83,7 +84,7 @@ class StepTimer:
 
 
 class Recovery:
-    """An observer in front of another one: measures from the failure of a view to the next step."""
+    """An observer that wraps another one and measures the time from the failure of a view to the next step."""
 
     def __init__(self, host: Host, observer: Observer | None, patience_s: float) -> None:
         self.step_timer = StepTimer(patience_s)
@@ -91,21 +92,18 @@ class Recovery:
         self._observer = observer
         self._failed_s: float | None = None
         self.progress_s: float | None = None
-        """When the last step was done, or else when the first view began."""
+        """The time of the last step, or of the start of the first view."""
 
     def began(self) -> None:
-        """A view begins."""
         self.step_timer.began()
         if self.progress_s is None:
             self.progress_s = self._host.clock.elapsed()
 
     def failed(self, over: asyncio.Future[str]) -> None:
-        """A view is over."""
         if self._failed_s is None and not over.cancelled():
             self._failed_s = self._host.clock.elapsed()
 
     def point(self, rank: int, point: Point) -> None:
-        """A step is done."""
         self.progress_s = self._host.clock.elapsed()
         if self._failed_s is not None:
             lasted_s = self.progress_s - self._failed_s
@@ -115,19 +113,18 @@ class Recovery:
             self._observer.point(rank, point)
 
     def finished(self, run: Run) -> None:
-        """Training is done."""
         if self._observer is not None:
             self._observer.finished(run)
 
 
 LEAST_S = 1.0
-"""A step may always take so long, or `SLOW` times as long as usual."""
+"""A step may always take this long, or `SLOW` times the usual time."""
 STOOD_STILL_S = 1.0
-"""If we come so late to what we were to do, we slept or had no processor, and blame nobody for that time."""
+"""If this process wakes this late, it slept or had no processor, and blames no peer for that time."""
 
 
 class NotAnswering(CollectiveError):
-    """Members did not answer a check; `wrong` says why, by rank."""
+    """Members did not answer a check; `wrong` holds the reasons by rank."""
 
     def __init__(
         self, message: str, *, peer: int | None = None, phase: str = "", wrong: Mapping[int, str] | None = None
@@ -137,7 +134,7 @@ class NotAnswering(CollectiveError):
 
 
 async def watch_steps(group: Group, view: View, conductor: Conductor, steps: Recovery) -> None:
-    """Fail the group once a step does not end and a member does not answer; never returns before."""
+    """Fail the group once a step does not end and a member does not answer; never return before."""
     host, clock = group.host, group.host.clock
     others = [rank for rank in range(group.size) if rank != group.rank]
     since_s, looks = clock.elapsed(), 0
@@ -170,6 +167,5 @@ async def watch_steps(group: Group, view: View, conductor: Conductor, steps: Rec
 
 
 def _addresses(view: View, conductor: Conductor, ranks: Sequence[int]) -> list[str]:
-    """Where these members are called."""
     members, ways = [view.members[rank] for rank in ranks], conductor.ways
     return [member.address if ways is None else ways.address(member) for member in members]

@@ -1,13 +1,14 @@
-"""A member that holds a replica of the model. It votes on every step, hands on what others lack and saves now and then.
+"""A member that holds a replica of the model, votes on every step, and saves periodically.
 
-The vote comes before every update: it is applied by all members of a view, or by none. After the exchange everybody
-holds the same update. One small all-gather then says of every member whether it objects (its gradients were not
-finite), what its replica is (a fingerprint, from before the update), and whether it knows of a later view or wants to
-leave. Whoever hears all votes knows that everybody holds the update, and applies it; whoever does not keeps it, and
-learns from the others, in the next view, whether it counts (see `synchronise`).
+The vote comes before every update: all members of a view apply it, or none does. After the exchange all members
+hold the same update. One small all-gather then tells for every member whether it objects (its gradients were
+not finite), the fingerprint of its replica before the update, and whether it knows of a later view or wants to
+leave. A member that receives all votes knows that all members hold the update, and applies it. A member that
+does not receive them keeps the update, and learns in the next view whether it counts (see `synchronise`).
 
-A member that objects has sent zeros, so nobody waits for it; all drop the step and try it once more.
-Replicas that differ end training: the majority is right, and the first tensor that differs is named.
+A member that objects has sent zeros, so no other member waits for it; all drop the step and retry it. If
+replicas differ, training ends: the majority is taken as correct, and the error names the first tensor that
+differs.
 """
 
 from __future__ import annotations
@@ -54,56 +55,52 @@ from hcsim.training.strategies import recoverable
 from hcsim.training.task import Flat
 
 ATTEMPTS = 4
-"""At a step whose gradients are not finite: a model that has diverged gives the same each time, and machines' mishaps,
-which may fall into one step when the network was away for a while, do not."""
+"""Attempts at a step whose gradients are not finite. A model that has diverged gives the same each time; faults
+of machines do not, though several may fall into one step when the network was away for a while."""
 OWN = "own/"
-"""What a compressor's state calls what each rank holds for itself."""
+"""The prefix of a rank's own arrays in a compressor's state."""
 MEMORY = "compressor/"
 
 
 class ReplicatedMember(ElasticMember):
-    """Holds a replica, and votes."""
+    """A member that holds a replica and votes."""
 
     def __init__(self, host: Host, conductor: Conductor, settings: Training, seed: int, extras: Extras) -> None:
         first = len(settings.batch) if isinstance(settings.batch, tuple) else 1
         super().__init__(host, conductor, settings, seed, extras, ranks=first)
         self.method = recoverable(self.settings, self.learner)
         self.provenance = NOTHING_YET
-        """When all last agreed."""
+        """The provenance when all members last synchronised."""
         self.refused: Counter[int] = Counter()
-        """How often a step was dropped."""
+        """How often each step was dropped."""
         self._by_links = extras.by_links
         self._checkpoint: Parcel | None = None
-        """What we start from, if it is not nothing."""
         self._reloaded = False
-        """Our state is from a checkpoint: what we did after it, if it counts, is not in it."""
+        """Whether the state is from a checkpoint; it then lacks later steps that may count."""
         self._due = 0
         """The step after which to save."""
         self._votes: Votes | None = None
-        """In the view that we work in, once it has begun."""
 
     @cached_property
     def _intent(self) -> bytes:
-        """What must be the same for all."""
+        """The settings that must be the same on all members."""
         measure = "order" if self._by_links else "links or nothing"
         return msgspec.json.encode(self.intent(measure), enc_hook=float)
 
     @property
     def is_complete(self) -> bool:
-        """Every step is noted when it is done."""
         return self.has_begun and self.run.step >= self.settings.steps
 
     @property
     def votes_seen(self) -> VotesSeen | None:
-        """See `ElasticMember.votes_seen`."""
         return self._votes.seen if self._votes is not None else None
 
     def reload(self, checkpoint: Parcel) -> None:
-        """Once the first view has begun."""
+        """Load the checkpoint once the first view has begun."""
         self._checkpoint = checkpoint
 
     def options(self, view: View) -> Options:
-        """How a view's group works: members of one home are close to each other."""
+        """Return the options of a view's group: members of one home form a subgroup."""
         homes: dict[str, list[int]] = {}
         for rank, member in enumerate(view.members):
             homes.setdefault(member.home, []).append(rank)
@@ -112,7 +109,6 @@ class ReplicatedMember(ElasticMember):
         return Options(timeout_s=self.settings.timeout_s, groups=groups if wanted else (), conducted=True)
 
     async def train(self, group: Group, view: View) -> bool:
-        """Train in this view for as long as it lasts; whether that was all."""
         self._votes = None
         await self._synchronise(group, view)
         if self._by_links and self.conductor.ways is not None:
@@ -150,7 +146,7 @@ class ReplicatedMember(ElasticMember):
         return True
 
     async def applied(self) -> None:
-        """A step is done: perhaps it is time to save."""
+        """Note that a step is done, and save if a checkpoint is due."""
         run, checkpoints = self.run, self.checkpoints
         self.host.trace("applied", run.group.epoch, run.step)
         if checkpoints is not None and run.group.rank == 0 and run.step >= self._due:
@@ -160,8 +156,9 @@ class ReplicatedMember(ElasticMember):
             self.observer.step_timer.settled(run.step, self.host.clock.elapsed())
 
     async def save(self) -> None:
-        """Save what we hold. A step that is under way does not count: whoever completes it has a newer state. Nor do
-        steps that we took alone since all last agreed: without a view there is nobody to tell of them."""
+        """Save the state. The step in flight does not count: a member that completes it has a newer state. Steps
+        taken alone since the last synchronisation do not count either: without a view no member can learn of
+        them."""
         gone_on_alone = self.method.tally(self.run).gone > self.run.step
         if self.checkpoints is not None and not gone_on_alone:
             self.run.drop()
@@ -170,7 +167,6 @@ class ReplicatedMember(ElasticMember):
     # A view begins (see `synchronise`).
 
     async def _synchronise(self, group: Group, view: View) -> None:
-        """Return when all members of the view hold the same."""
         if not self.has_begun:
             compressor = make(self.settings.compressor, seed=self.seed, rank=0)
             self.enter(group, self._dealt(view), compressor)
@@ -209,14 +205,14 @@ class ReplicatedMember(ElasticMember):
         self.host.trace("synchronised", view.epoch, self.run.step, before)
 
     def _header(self) -> Header:
-        """What the others are told first."""
         run = self.run
         pending = run.pending.step if run.pending is not None else -1
         live = run.step > 0 and not self._reloaded
         return Header.of(self.provenance.era, run.step, pending, self._intent, live=live)
 
     async def _resolve(self, truth: Header) -> None:
-        """What we hold of an update counts if those who know say so. Of another era we hear more later."""
+        """Apply or drop the pending update as the most right header says. An update of another era is resolved
+        later."""
         run = self.run
         if run.pending is not None and truth.era == self.provenance.era:
             if truth.step > run.pending.step:
@@ -225,7 +221,6 @@ class ReplicatedMember(ElasticMember):
                 run.drop()
 
     async def _told(self, group: Group) -> list[Holding]:
-        """What each member holds."""
         method = self.method
         await self.host.device.touch(method.alike.nbytes)
         held, memory = fingerprint_of_all(method.shared()), fingerprint_of_all(self._memory())
@@ -233,7 +228,7 @@ class ReplicatedMember(ElasticMember):
         return [Holding(*map(int, each)) for each in await gather_echoed(group, np.array(ours, np.int64))]
 
     def _regroup(self, group: Group, view: View, tallies: list[Tally]) -> None:
-        """All members of the view hold the same now: go on with them."""
+        """Go on with the members of the view, which hold the same state now."""
         run = self.run
         sizes = self.provenance.sizes or self._given_sizes(view)
         self.provenance = self.provenance.next(view, run.step, self._since, sizes)
@@ -247,7 +242,6 @@ class ReplicatedMember(ElasticMember):
 
     @property
     def _since(self) -> tuple[int, int]:
-        """Where the next batches begin."""
         gone, since = self.method.tally(self.run).gone, self.provenance.since
         return since if gone <= since[0] else (gone, self.run.batches.position(gone))
 
@@ -260,7 +254,8 @@ class ReplicatedMember(ElasticMember):
         return Batches.of(self.task, self.method.dealt(sizes), self.seed, self.provenance.since)
 
     def _given_sizes(self, view: View) -> dict[str, int]:
-        """The list of batch sizes is for the members that training begins with, in their order."""
+        """Return the configured batch sizes by node. The list is for the members that training begins with, in their
+        order."""
         batch = self.settings.batch
         if not isinstance(batch, tuple):
             return {}
@@ -280,13 +275,13 @@ class ReplicatedMember(ElasticMember):
     # What is held, handed over, taken over and saved.
 
     def _parcel(self, *, model: bool, memory: bool) -> Parcel:
-        """What another member lacks; at least it has to know where we are."""
+        """Return the state that another member lacks, which includes at least the provenance."""
         about = msgspec.structs.replace(self.provenance, step=self.run.step, since=self._since, memory=memory)
         arrays = {**(self.method.shared() if model else {}), **(self._memory() if memory else {})}
         return Parcel(msgspec.msgpack.encode(about), arrays)
 
     def _adopt(self, parcel: Parcel) -> None:
-        """Take over what was given. What our own error feedback owes is kept if all that it followed from counts."""
+        """Take over a received state. Keep this member's residual if all steps that led to it count."""
         about = parcel.told(Provenance)
         own = self._own_that_counts(about)
         if "parameters" in parcel.arrays:
@@ -298,7 +293,7 @@ class ReplicatedMember(ElasticMember):
         self.run.step = about.step
 
     def _own_that_counts(self, about: Provenance) -> Held:
-        """What we owe, if all steps that we took part in count; and nothing otherwise."""
+        """Return this member's residual if all steps that it took part in count, and nothing otherwise."""
         run = self.run
         counted = about.past.counted(self.provenance.era, about.step)
         if run.pending is not None:
@@ -309,15 +304,15 @@ class ReplicatedMember(ElasticMember):
         return {} if self._reloaded or counted is None or counted < run.step else self._owed()
 
     def _memory(self) -> Held:
-        """What the compressors of all who compress must remember alike."""
+        """Return the compressor state that must be the same on all members that compress."""
         return {MEMORY + n: array for n, array in self.run.compressor.state().items() if not n.startswith(OWN)}
 
     def _owed(self) -> Held:
-        """What we owe: our gradients that were not sent yet."""
+        """Return this member's residual: its gradients that were not sent yet."""
         return {name: array for name, array in self.run.compressor.state().items() if name.startswith(OWN)}
 
     def _take_in(self, owed: Mapping[str, npt.NDArray[np.generic] | Phantom]) -> None:
-        """Somebody who leaves hands on what it still owes: from now on, we do."""
+        """Add the residual of a leaving member to this member's."""
         state = self.run.compressor.state()
         for name, array in owed.items():
             assert not isinstance(array, Phantom)  # phantoms owe nothing
@@ -325,7 +320,7 @@ class ReplicatedMember(ElasticMember):
         self.run.compressor.restore(state)
 
     async def _hand_over(self, group: Group, leavers: tuple[int, ...]) -> None:
-        """What those who leave still owe is owed by the first who stays."""
+        """Send the residuals of leaving members to the first member that stays."""
         heirs = [rank for rank in range(group.size) if rank not in leavers]
         if not heirs:
             return
@@ -339,7 +334,7 @@ class ReplicatedMember(ElasticMember):
             self._take_in(parcel.arrays)
 
     def _saved(self) -> Parcel:
-        """All that we would need to go on from here, were we started anew."""
+        """Return the state that a restarted member needs to go on from here."""
         saved = self._parcel(model=True, memory=True)
         return Parcel(saved.about, {**saved.arrays, **self._owed()})
 
@@ -353,18 +348,18 @@ class ReplicatedMember(ElasticMember):
 class _Vote(NamedTuple):
     print: int
     objection: int
-    """The number of the first tensor that is not finite; or -1."""
+    """The number of the first tensor that is not finite, or -1."""
     superseded: int
     leaving: int
-    """After the last step: whether it sees newcomers that prepare to join."""
+    """Whether the member wants to leave. After the last step: whether it sees newcomers preparing to join."""
 
 
 class Votes(Commit):
-    """What the members of one view agree on, step by step."""
+    """The commit votes of the members of one view, step by step."""
 
     def __init__(self, us: ReplicatedMember, group: Group, view: View) -> None:
         self.leavers: tuple[int, ...] = ()
-        """Who goes after this step."""
+        """The members that leave after this step."""
         self._us = us
         self._group = group
         self._view = view
@@ -378,7 +373,8 @@ class Votes(Commit):
         return VotesSeen(self._round, dict(zip(self._view.nodes, digests(self._received), strict=False)))
 
     async def admit(self, gradients: Flat, bucket: Bucket) -> None:
-        """Note whether our part is finite. If it is not, zeros take its place: the others wait for something."""
+        """Note whether this rank's part is finite. If it is not, send zeros in its place, so that no other member
+        waits."""
         await self._group.host.device.touch(bucket.size_bytes)
         if isinstance(gradients, Phantom) or is_finite(gradients[bucket.span]):
             return
@@ -389,7 +385,6 @@ class Votes(Commit):
         gradients[bucket.span] = 0.0
 
     async def agreed(self, update: Update) -> bool:
-        """Vote."""
         us = self._us
         later = us.conductor.superseded(self._view.epoch)
         leaving = us.leaving is not None and us.leaving.is_set()
@@ -405,14 +400,13 @@ class Votes(Commit):
         return True
 
     async def applied(self) -> None:
-        """The update is applied here."""
         await self._us.applied()
 
     async def confirmed(self, step: int) -> bool:
-        """All have come to the end, with the same model. Whether we may go: nobody knows of newcomers who want it, and
-        no cluster will let us in.
+        """Confirm that all members have come to the end with the same model. Return whether this member may leave:
+        no member knows of newcomers that wait to join, and no other cluster is about to admit this one.
 
-        Members see newcomers that prepare at different times, and so ask each other again and again: whoever waited
+        Members see preparing newcomers at different times, so they vote again and again: a member that waited
         alone would keep the others waiting for its vote."""
         conductor, epoch, clock = self._us.conductor, self._view.epoch, self._group.host.clock
         until_s = clock.elapsed() + LAST_CALL_S
@@ -439,7 +433,7 @@ class Votes(Commit):
         return votes
 
     async def _differ(self, step: int) -> None:
-        """Find out where, and end."""
+        """Find the first tensor that differs, and end training."""
         alike = self._us.method.alike
         assert not isinstance(alike, Phantom)  # they have all the same fingerprint
         tensors = self._us.learner.layout.tensors
@@ -462,7 +456,7 @@ class Votes(Commit):
         raise Diverged(f"before step {step} the replicas were not alike, and now they are: some machine's memory fails")
 
     def cannot_send(self, step: int, error: CompressionError) -> None:
-        """What our gradients came to on the way cannot be encoded, or what others sent cannot be decoded."""
+        """Count a step whose gradients cannot be encoded, or whose received payloads cannot be decoded."""
         if (count := self._counted(step)) >= ATTEMPTS:
             us = self._us.conductor.us.name
             raise TrainingError(f"step {step} was tried {count} times, and ended on {us}: {error}") from error

@@ -1,23 +1,23 @@
-"""A member of a parameter server in a cluster. When the server is lost, the second member goes on with all it knew.
+"""A member of a cluster with a parameter server. When the server is lost, the standby takes over with the same state.
 
-Workers come and go as they do anyway; each stays what it is from view to view, and only calls another server. The
-server is on the first member's machine. Before it answers anybody, it hands every update (the averaged gradients, the
-learning rate, and which pushes are answered how) to the standby, which applies it to a replica of its own; so
-whatever a worker was told is known to both. When the server is lost, the first member of the next view takes over from
-whoever holds the newest state; workers ask again what was not answered, and a push that had counted is answered
-as it was, while one that had not is counted then. With both lost at once, the newest model that a worker has pulled is
-what is left: its later updates are lost, and what the optimizer remembered. A server that runs out of patience, or one
-that a worker does not reach, costs the view and no more: the next one's server goes on, with the same workers. Where it
-refuses a worker's gradients again and again, either of the two is not well, and is left out for a while.
+Each worker lives from view to view, and only connects to another server. The server is on the first member's
+machine. Before it answers any worker, it sends every update (the averaged gradients, the learning rate, and the
+answer to each push) to the standby, which applies it to a replica of its own. So both know every answer that a
+worker got. When the server is lost, the first member of the next view takes over from the member with the
+newest state. Workers repeat unanswered requests: a push that had counted gets the same answer again, and one
+that had not counts then. If both are lost at once, training goes on from the newest model that a worker has
+pulled; later updates and the optimizer's state are lost. If a server gives up, or a worker cannot reach it,
+only the view ends: the next view's server goes on with the same workers. If a server rejects a worker's
+gradients again and again, one of the two is faulty and is excluded for a while.
 
-In sync mode the batches of a view are dealt out among its members; a push that was under way when the members changed
-is of the old ones. In the other modes a step is as many updates as there are members.
+In sync mode the batches of a view are dealt out among its members; a push in flight when the members change
+belongs to the old ones. In the other modes a step is as many updates as there are members.
 
-A worker that leaves in an orderly way pushes once more, uncompressed and with all that its error feedback owes; it
-leaves when that has counted. With one that crashes, what it owed is lost.
+A worker that leaves in an orderly way pushes once more, uncompressed and with its whole residual; it leaves
+when that push has counted. If a worker crashes, its residual is lost.
 
-The server saves now and then, with what the compressor of the worker beside it remembers. When all have been lost,
-training goes on from the newest that was saved.
+The server saves periodically, with the compressor state of the worker on its machine. After the loss of all
+members, training goes on from the newest checkpoint.
 """
 
 from __future__ import annotations
@@ -63,18 +63,19 @@ from hcsim.training.strategies import optimizer, strategy
 
 JOB = "elastic"
 WORKER = "worker/"
-"""In a checkpoint, before the names of what the compressor of the worker beside the server remembers."""
+"""In a checkpoint, the prefix of the compressor state of the worker beside the server."""
 COMPARISONS = 4
-"""Of the final model: then what differs each time is no mishap."""
+"""Comparisons of the final model: a difference in all of them is a persistent fault."""
 LOOK_S = 0.02
-"""How often a member looks whether its view is at an end."""
+"""The polling interval for the end of the view."""
 NEAR_S = 0.5
-"""To connect: a worker that calls a server which is no more tries the next one soon. Behind a tunnel all are at one
-address, and it takes several round trips of the internet to get there."""
+"""The connect timeout without a tunnel: a worker whose server is gone soon tries the next one. Behind a tunnel
+the address stays the same and connecting takes several round trips of the internet, so the usual timeout
+applies."""
 
 
 class ServedMember(ElasticMember):
-    """A worker, and by turns the server or its standby."""
+    """A worker, which also runs the server or its standby if it is among the first two members."""
 
     def __init__(self, host: Host, conductor: Conductor, settings: Training, seed: int, extras: Extras) -> None:
         if isinstance(settings.batch, tuple):
@@ -91,14 +92,13 @@ class ServedMember(ElasticMember):
         connect_s = NEAR_S if settings.server is None else CONNECT_TIMEOUT_S
         worker.connect_timeout_s = min(connect_s, self.settings.timeout_s)
         self._compared = 0
-        """How often the members' final models were not alike."""
+        """How often the members' final models differed."""
         self._remembered: State = {}
-        """What our compressor remembered when we saved."""
+        """This worker's compressor state in the checkpoint."""
         self._due = 0
         """The step after which to save."""
 
     def reload(self, checkpoint: Parcel) -> None:
-        """Begin with what was saved, if nobody has anything newer."""
         with fitting():
             self._keeper.adopt(checkpoint)
         self._keeper.reloaded = True
@@ -109,15 +109,12 @@ class ServedMember(ElasticMember):
 
     @property
     def is_complete(self) -> bool:
-        """Whether our worker has the final model."""
         return self._us.done is not None
 
     def options(self, view: View) -> Options:
-        """How a view's group works."""
         return Options(timeout_s=self.settings.timeout_s, conducted=True)
 
     async def train(self, group: Group, view: View) -> bool:
-        """Work in this view for as long as it lasts; whether that was all."""
         us = self._us
         try:
             finished = us.done is not None
@@ -136,7 +133,7 @@ class ServedMember(ElasticMember):
             await us.call("")
 
     async def complete(self) -> None:
-        """The last step may have been others' alone."""
+        """Note the last step, which other members may have completed."""
         if (done := self._us.done) is not None:
             await self._us.note(done.version)
 
@@ -145,7 +142,8 @@ class ServedMember(ElasticMember):
         await self._us.close()
 
     async def save(self) -> None:
-        """Save the server's state, if we hold it. Who leaves a view has paid what it owed; without one that is lost."""
+        """Save the server's state, if this member holds it. A worker that left in an orderly way has pushed its
+        residual; other residuals are lost."""
         state = self._keeper.state
         if self.checkpoints is not None and state is not None:
             start = self._after(state)
@@ -169,19 +167,19 @@ class ServedMember(ElasticMember):
         us.begin(run, start)
 
     def _after(self, state: standby.ServerState) -> Start:
-        """Where the next view begins, if it goes on from this state of the last one."""
         return self._us.start_at(state.version, Start(*state.since, state.step))
 
     async def _call(self, group: Group, port: int = 0, near: str = "") -> None:
-        """Tell where the server listens; workers go on there, and the one beside it at an address that is `near`."""
+        """Distribute the port of the server and connect the worker to it; the worker beside the server uses the
+        address `near`."""
         agreed = await standby.agreed_port(group, port)
         await self._us.call(near or address_of(self.settings, group.addresses[0], agreed))
 
     # A view ends.
 
     async def _look(self, group: Group, view: View, duty: asyncio.Task[Done] | asyncio.Task[None] | None) -> None:
-        """Return when there is a reason to: all is done, the members change, or somebody we need has failed. So may
-        have what we do for the others as the server or its standby."""
+        """Return when training is done or the members change. Raise if the group, the worker, or this member's
+        server or standby has failed."""
         while not self._us.ended:
             if duty is not None and duty.done():
                 duty.result()
@@ -197,7 +195,7 @@ class ServedMember(ElasticMember):
             raise failure
 
     async def _ended(self, group: Group, view: View) -> bool:
-        """Whether that was all, for us or for all."""
+        """Return whether training is complete for this member or for all."""
         if not self._us.ended:
             return False
         if self._us.result() is None:  # it has retired, with nothing owed
@@ -206,8 +204,8 @@ class ServedMember(ElasticMember):
         return await self._confirmed(group, view)
 
     async def _confirmed(self, group: Group, view: View) -> bool:
-        """All have the final model: before, somebody might have to serve it again. Whether we may go: nobody knows of
-        newcomers who want it."""
+        """Confirm that all members have the final model; before that, a server might have to serve it again. Return
+        whether this member may leave: no member knows of newcomers that wait to join."""
         conductor, clock = self.conductor, self.host.clock
         until_s = clock.elapsed() + LAST_CALL_S
         await self._compare(group, view)
@@ -219,8 +217,8 @@ class ServedMember(ElasticMember):
             await clock.sleep(LAST_CALL_PAUSE_S)
 
     async def _told(self, group: Group, *, superseded: bool, waits: bool) -> tuple[bool, bool]:
-        """Whether any member says so. On a word that is neither yes nor no nobody can act: another view would never
-        follow, say."""
+        """Return whether any member says that the view is superseded, and whether any says that it waits. Reject an
+        answer that is neither 0 nor 1: members could draw different conclusions from it."""
         words = [each.tolist() for each in await gather_echoed(group, np.array([superseded, waits], np.int64))]
         for rank, each in enumerate(words):
             if not {*each} <= {0, 1}:
@@ -230,8 +228,8 @@ class ServedMember(ElasticMember):
         return any(over), any(waiting)
 
     async def _compare(self, group: Group, view: View) -> None:
-        """See that the final model arrived as it was sent. Whoever holds another than most do, or than the first in
-        rank where as many hold one as another, pulls it once more."""
+        """Compare the final models. A member whose model differs from that of the majority (in a tie, from that of
+        the lowest rank) pulls it once more."""
         parameters = self._us.learner.replica.parameters
         await self.host.device.touch(parameters.nbytes)
         prints = [int(each[0]) for each in await gather_echoed(group, np.array([fingerprint(parameters)], np.int64))]
@@ -254,7 +252,7 @@ class ServedMember(ElasticMember):
     # The server. Every update is with the standby before anybody is told of it.
 
     async def _serve(self, group: Group, view: View, ready: list[str]) -> bool:
-        """These nodes' workers have the final model already."""
+        """Serve this view; the workers of the nodes in `ready` have the final model already."""
         state, us = self._keeper.state, self._us
         assert state is not None
         if self.checkpoints is not None:
@@ -286,7 +284,7 @@ class ServedMember(ElasticMember):
         return await self._ended(group, view)
 
     async def _keep(self, group: Group, rounds: Rounds, received: list[Received]) -> None:
-        """The update counts once the standby has it; and perhaps it is time to save."""
+        """Send the update to the standby, after which it counts, and save if a checkpoint is due."""
         us = self._us
         if group.size > 1:
             await standby.tell(group, self.learner, rounds.version, us.lr, records(rounds), received)
@@ -317,7 +315,7 @@ class ServedMember(ElasticMember):
 
 
 async def _run(server: Server, listener: Listener) -> Done:
-    """Serve this view. Should the server give up, it is the view that has failed, and the next one has another."""
+    """Serve this view. If the server gives up, fail the view; the next view has another server."""
     try:
         return await server.run(listener)
     except CollectiveError:
@@ -327,7 +325,7 @@ async def _run(server: Server, listener: Listener) -> Done:
 
 
 def _violated(group: Group, view: View, worker: str, error: RemoteProtocolError) -> None:
-    """The view fails, by a worker that breaks the protocol on every connection: it would never be of any use."""
+    """Fail the view because of a worker that breaks the protocol on every connection."""
     rank = view.nodes.index(worker)
     failure = CollectiveError(f"rank {rank} breaks the protocol of the parameter server: {error}", peer=rank)
     failure.__cause__ = error
@@ -335,7 +333,7 @@ def _violated(group: Group, view: View, worker: str, error: RemoteProtocolError)
 
 
 def _failure(why: DeadlineExceeded | GradientsRefused, us: int) -> CollectiveError:
-    """What ends a view in which our worker gave up."""
+    """Return the error that ends a view in which this member's worker gave up."""
     if isinstance(why, GradientsRefused):
         return Contradiction(str(why), peer=standby.SERVER, doubts=(Doubt(standby.SERVER, us, str(why)),))
     failure = CollectiveError(str(why), peer=standby.SERVER)

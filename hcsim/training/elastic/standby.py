@@ -1,13 +1,13 @@
-"""What a parameter server knows, and how its standby comes to know it: the first two members of a view hold it, alike
-to the last bit.
+"""The state of a parameter server, and its replication: the first two members of a view hold it, bit for bit the same.
 
-When a view begins, whoever has the newest state hands it to those of the first two who lack it. Where nobody has any
-(server and standby were lost at once), the newest model that a worker has pulled is what is left.
+When a view begins, the member with the newest state hands it to those of the first two that lack it. If no
+member has any (server and standby were lost at once), training goes on from the newest model that a worker has
+pulled.
 
-From then on the server tells the standby every update, before anybody else is told of it: the learning rate, which
-pushes are answered how, and either the averaged gradients or the pushes as they came, whichever is less: where
-gradients are compressed, so is this. The standby says that it has them, and does what the server did with a replica of
-its own. A length of 0 is the end. What no correct server says is not believed: it ends the view.
+From then on the server sends every update to the standby before it tells any worker: the learning rate, the
+answer to each push, and either the averaged gradients or the pushes as they came, whichever is smaller
+(compressed pushes are). The standby acknowledges and applies the update to a replica of its own. A length of 0
+is the end. Messages that no correct server sends end the view.
 """
 
 from __future__ import annotations
@@ -37,24 +37,23 @@ from hcsim.training.recoverable import Replicated
 from hcsim.training.strategies import one_level
 
 SERVER, STANDBY = 0, 1
-"""Their ranks."""
+"""The ranks of the server and its standby."""
 PULLED = -1
-"""The generation of what a worker has pulled: anything that a server or standby holds is better."""
+"""The generation of a model that a worker has pulled: any state of a server or standby goes before it."""
 
 
 class ServerState(msgspec.Struct):
-    """What a server knows beside the model."""
+    """The state of a server beside the model."""
 
     era: Era = Era()
     version: int = 0
     workers: dict[str, Record] = {}
     since: tuple[int, int] = (0, 0)
-    """The version that this view began with, and how many samples were dealt out before it."""
+    """The version that this view began with, and the number of samples dealt out before it."""
     step: int = 0
-    """That version's."""
+    """The step of that version."""
 
     def begin(self, start: Start) -> None:
-        """A view begins there."""
         self.since, self.step = (start.version, start.position), start.step
 
 
@@ -64,16 +63,16 @@ class Keeper:
     def __init__(self, learner: Learner, optimizer: Optimizer) -> None:
         self.learner = learner
         self.state: ServerState | None = None
-        """None where we are neither the server nor its standby."""
+        """None on members that are neither the server nor its standby."""
         self.reloaded = False
-        """Whether it is from a checkpoint."""
+        """Whether the state is from a checkpoint."""
         self._optimizer = optimizer
 
     async def synchronise(
         self, group: Group, view: View, intent: bytes, us: Participant, done: bool
     ) -> tuple[list[str], bool]:
-        """Return when the first two hold the newest state: the nodes whose workers have the final model, and whether
-        what we held was the newest."""
+        """Return when the first two members hold the newest state. The result is the nodes whose workers have the
+        final model, and whether this member's state was the newest."""
         pulled = us.worker.version
         ours = self._header(intent, pulled)
         mark = fingerprint(self.learner.replica.parameters)
@@ -110,7 +109,7 @@ class Keeper:
         return Header.of(held.era, held.version, -1, intent, live=held.version > 0 and not self.reloaded)
 
     def _inherit(self, us: Participant, pulled: int) -> None:
-        """Nobody knows more than we as a worker do: the model that we pulled, or the first one."""
+        """Start from the model that this member's worker pulled, or from the initial one."""
         self.state = ServerState()
         if pulled >= 0:
             self.state.version = pulled
@@ -122,7 +121,7 @@ class Keeper:
             self.learner.host.trace("parameter server", "went back to", pulled)
 
     def saved(self, start: Start, workers: dict[str, Record]) -> Parcel:
-        """All that a server needs to go on from that start, which is where it is now."""
+        """Return the state that a server needs to go on from `start`, which is where it is now."""
         assert self.state is not None
         state = ServerState(self.state.era, start.version, workers)
         state.begin(start)
@@ -132,7 +131,6 @@ class Keeper:
         return Parcel(msgspec.msgpack.encode(self.state), self._model.shared())
 
     def adopt(self, parcel: Parcel) -> None:
-        """Hold what another keeper did, or we ourselves before we were started anew."""
         self.state = parcel.told(ServerState)
         self._model.adopt(parcel.arrays, self.state.step)
 
@@ -149,7 +147,7 @@ def _check_alike(view: View, alike: list[int], right: int, marks: list[int]) -> 
 
 
 async def agreed_start(group: Group, ours: Start, steps: int) -> Start:
-    """Where the view begins, as the server says; of so many steps in all."""
+    """Return where the view begins, as the server says, out of `steps` steps in all."""
     start = Start(*await _from_server(group, ours))
     if min(start) < 0 or start.step > steps:
         refuse(SERVER, f"it begins with version {start.version} and step {start.step} of {steps}")
@@ -157,7 +155,7 @@ async def agreed_start(group: Group, ours: Start, steps: int) -> Start:
 
 
 async def agreed_port(group: Group, ours: int) -> int:
-    """Where the server listens, as it says."""
+    """Return the port that the server announces."""
     (port,) = await _from_server(group, (ours,))
     if not 0 <= port <= LAST_PORT:
         refuse(SERVER, f"it listens at port {port}")
@@ -165,26 +163,26 @@ async def agreed_port(group: Group, ours: int) -> int:
 
 
 async def _from_server(group: Group, ours: Sequence[int]) -> list[int]:
-    """The server's numbers. They come from itself: whoever passed them on could have changed them."""
+    """Receive numbers from the server directly: a member that forwarded them could have changed them."""
     told = np.array(ours, np.int64)
     await group.broadcast(told, SERVER, algorithm="centralized")
     return [int(number) for number in told]
 
 
 class _Update(msgspec.Struct, frozen=True):
-    """What the standby is told, beside the gradients."""
+    """The message to the standby, beside the gradients."""
 
     version: int
     lr: float
     workers: dict[str, Record]
     pushes: tuple[Push, ...]
-    """What it was made of, if that follows; otherwise it is the averaged gradients."""
+    """The pushes that make up the update, if they follow; otherwise the averaged gradients follow."""
 
 
 async def tell(
     group: Group, learner: Learner, version: int, lr: float, workers: dict[str, Record], received: list[Received]
 ) -> None:
-    """The update whose averaged gradients are in place counts once the standby has it: then this returns."""
+    """Send the update whose averaged gradients are in place; return when the standby has it and it counts."""
     pushes, data = tuple(each.push for each in received), learner.replica.gradients
     size_bytes = sum(push.size_bytes for push in pushes)
     if size_bytes < data.nbytes:
@@ -202,12 +200,11 @@ async def tell(
 
 
 async def tell_end(group: Group) -> None:
-    """This server ends: there is nothing more to come."""
     await group.send(np.zeros(1, np.int64), STANDBY)
 
 
 async def follow(group: Group, keeper: Keeper, gradients: Gradients, max_norm: float | None) -> None:
-    """Do as the server does, until it says that it ends."""
+    """Apply the server's updates until it ends."""
     learner, length = keeper.learner, np.zeros(1, np.int64)
     assert keeper.state is not None
     while True:
@@ -231,7 +228,7 @@ async def follow(group: Group, keeper: Keeper, gradients: Gradients, max_norm: f
 
 
 async def _heard(group: Group, length: int, gradients: Gradients) -> _Update:
-    """The server's next words, of that length."""
+    """Receive the server's next message, of that length."""
     if not 0 < length <= LABEL_MOST_BYTES:
         refuse(SERVER, f"its update would have {length} bytes beside the gradients")
     text = np.empty(length, np.uint8)
@@ -246,7 +243,7 @@ async def _heard(group: Group, length: int, gradients: Gradients) -> _Update:
 
 
 def _room(update: _Update, learner: Learner) -> Bytes | Phantom | None:
-    """For the pushes, if they follow."""
+    """Allocate memory for the pushes, if they follow."""
     if not update.pushes:
         return None
     size_bytes = sum(push.size_bytes for push in update.pushes)

@@ -1,28 +1,28 @@
-"""How the members of a new view come to hold the same, and lose nothing.
+"""Synchronisation: the members of a new view come to hold the same state, without losing any step that counts.
 
-1.  Everybody tells its era and step. Who is right of them, `progress` says.
-2.  An update that was voted on and perhaps applied by some: whoever has applied it heard all votes, so everybody who
-    was there holds it. If one member of this view has applied it, the others apply it now. Otherwise nobody here
-    has, and it is dropped; a member that did and is not here will find, when it comes back, that it does not count.
-3.  Everybody tells the fingerprint of what it holds. Members of the same standing must agree: if not, memory has
-    failed somewhere. The others take what they lack from one that has it, each from another as far as possible, and
-    from their own home if somebody there has it.
-4.  Everybody tells its fingerprint again: now all are alike, and are of the new era.
+1.  All members exchange their eras and steps. `progress` decides whose state counts.
+2.  An update may have been voted on and applied by some members only. A member that applied it had received all
+    votes, so all members of that view hold it. If one member of this view has applied it, the others apply it
+    now. Otherwise it is dropped; a member that applied it and is absent learns on its return that it does not
+    count.
+3.  All members exchange the fingerprints of their states. Members with the same progress must agree; if they do
+    not, memory has failed somewhere. The others get what they lack from a member that has it, spread over as
+    many givers as possible, and from a giver in their own home if there is one.
+4.  All members exchange fingerprints again: now all states are equal, and of the new era.
 
-A newcomer's state is sent here, while the others wait, and not beside their steps. Every step changes all of it, so a
-copy sent earlier is of no use when it arrives, unless all updates since are sent too; both would take their bandwidth
-from the exchanges of the steps that they are to spare. The rest is done earlier: a newcomer loads its program and its
-data, checks the members and measures the links before it joins.
+A newcomer's state is sent here, while the others wait, and not during their steps. Every step changes all of
+it, so an earlier copy would be useless without all later updates, and both would take bandwidth from the
+exchanges of those steps. The rest is done earlier: a newcomer loads its program and its data, checks the
+members and measures the links before it joins.
 
-Whoever dies on the way ends the view, and nobody is worse off: a member changes only by an update that counts,
-or by all of a state that arrived whole.
+If a member fails during synchronisation, the view ends without harm: a member changes only by an update that
+counts, or by a state that arrived complete.
 
-The links between the members are measured before anything is exchanged: while a view begins its network is quiet, so
-this is the moment. Of each pair the one that dials measures, and only what it does not know from an earlier view: after
-a loss nothing, after a join the newcomer's links. It is a help and no condition: it ends with the view, or when its
-time is up, and what is not known by then is left as it is. Where the collectives are to follow the figures
-(`measure = "order"`), all members must hold the same ones: everybody tells what it knows. Unless there is something
-about every pair, all go on as if nothing had been measured.
+The links between the members are measured first, while the network is quiet. Of each pair the one that dials
+measures, and only links that it does not know from an earlier view: none after a loss, the newcomer's after a
+join. The measurement is optional and ends with the view or when its time is up. If the collectives are to
+follow it (`measure = "order"`), all members must hold the same figures, so they exchange them. Unless every
+pair has been measured, the collectives ignore them.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ from hcsim.training.elastic.transfer import LABEL_MOST_BYTES, Contradiction, Dou
 from hcsim.training.trainer import difference
 
 _SURVEY_MOST_S = 10.0
-"""How long measuring may take."""
+"""The time limit of the measurement."""
 _SURVEY_SHARE = 0.25
-"""The same, as a share of what the others would wait for us."""
+"""The same limit, as a share of the time that the others would wait for this member."""
 
 
 async def survey(group: Group, view: View, ways: Ways, over: asyncio.Future[str]) -> None:
-    """Measure the ways that we will dial in this view, and dial the best ones."""
+    """Measure the routes that this member will dial in this view, and dial the best ones."""
     # In this order, as in a tournament, pairs do not wait for each other.
     dialled = [view.members[rank] for rank in partners(group.rank, group.size) if rank < group.rank]
     surveying = group.host.spawn(ways.measure(dialled), name=f"measure the ways of view {view.epoch}")
@@ -73,7 +73,7 @@ async def survey(group: Group, view: View, ways: Ways, over: asyncio.Future[str]
 
 
 async def follow_links(group: Group, view: View, ways: Ways) -> None:
-    """Have the view's collectives choose by what was measured of all its links, if that is complete."""
+    """Let the view's collectives choose by the measured links, if the measurements are complete."""
     n = group.size
     known = np.zeros((n, 3))
     for rank in range(group.rank):
@@ -99,20 +99,20 @@ def _rows(matrix: np.ndarray[tuple[int, int], np.dtype[np.float64]]) -> tuple[tu
 
 
 class Holding(NamedTuple):
-    """What a member holds."""
+    """The state of a member."""
 
     print: int
     memory: int
-    """Its compressor's fingerprint; 0 where that remembers nothing."""
+    """The fingerprint of its compressor's state; 0 if that is empty."""
     compresses: int
-    """Whether it will have to know that in this view."""
+    """Whether the member needs the compressor's state in this view."""
     step: int
     samples: int
     gone: int
 
 
 def check_alike(view: View, headers: list[Header], told: list[Holding], right: int) -> None:
-    """Members of the same standing hold the same."""
+    """Raise if members with the same progress hold different states."""
     truth = told[right]
     for rank, each in enumerate(told):
         if (headers[rank].era, each.step) != (headers[right].era, truth.step):
@@ -126,7 +126,8 @@ def check_alike(view: View, headers: list[Header], told: list[Holding], right: i
 
 
 def routes_between(view: View, giving: list[bool], taking: list[bool]) -> list[Route]:
-    """Who gives to whom: each from another as far as possible, and from its own home if somebody there has it."""
+    """Return the routes from givers to takers: the takers are spread over the givers, and a giver of the same home
+    is preferred."""
     givers = [rank for rank, gives in enumerate(giving) if gives]
     takers = [rank for rank, takes in enumerate(taking) if takes]
     given = dict.fromkeys(givers, 0)
@@ -140,7 +141,8 @@ def routes_between(view: View, giving: list[bool], taking: list[bool]) -> list[R
 
 
 async def same_intent(group: Group, ours: bytes, digests: list[int], right: int, view: View) -> None:
-    """Whoever was started with other settings than those who are right says so, and leaves the others alone."""
+    """Raise `ConfigError` on a member whose settings differ from those of the authoritative member; the others go
+    on."""
     if all(digest == digests[right] for digest in digests):
         return
     sent = np.frombuffer(ours, np.uint8)
@@ -166,7 +168,7 @@ async def same_intent(group: Group, ours: bytes, digests: list[int], right: int,
 
 
 def check_arrived(told: list[Holding], routes: list[Route]) -> None:
-    """All hold the same now; if not, what was handed over along these routes did not arrive as it was."""
+    """Raise unless all members hold the same state after the transfer along these routes."""
     speaking = {each.memory for each in told if each.compresses}
     if len({(each.print, each.step) for each in told}) == 1 and len(speaking) <= 1:
         return

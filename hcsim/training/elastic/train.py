@@ -1,17 +1,17 @@
-"""Training that follows a conductor from view to view.
+"""Training that follows a cluster from view to view.
 
-In every view: open a group, synchronise, and go on with the step that all have come to. A view ends
+In every view a member opens a group, synchronises, and goes on with the agreed step. A view ends
 
-    when a member is lost       the conductor says that it is over, or a collective fails. What was not voted on by
-                                all is abandoned, and the members of the next view try that step again.
-    when members come or go     all leave it together, after the step that is under way.
+    when a member is lost       the conductor says that it is over, or a collective fails. A step without all
+                                votes is abandoned, and the members of the next view retry it.
+    when members come or go     all leave it together, after the current step.
     when training is done       all have confirmed that they hold the same model.
 
-A member that leaves in an orderly way hands what its error feedback still owes to the first of those who stay. With
-one that crashes, what it owed is lost: at most what one member had not sent. Nothing is ever sent twice. Whoever leaves
-before the end saves what it holds: it may be the last.
+A member that leaves in an orderly way hands its error-feedback residual to the first member that stays. If a
+member crashes, its residual is lost: at most what one member had not sent. Nothing is sent twice. A member that
+leaves before the end saves its state: it may be the last.
 
-When this returns, the member has trained to the end or left; it is for the caller to be in no further view.
+When `follow` returns, the member has trained to the end or left; the caller must join no further view.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from hcsim.transport.hello import Membership, Wire
 from hcsim.transport.reception import Reception, check_all
 
 _NO_PARAMETERS = "shapes"
-"""What a training of shapes alone comes to."""
+"""The outcome of a training of shapes alone."""
 
 
 def prepare(host: Host, conductor: Conductor, settings: Training, seed: int, extras: Extras) -> ElasticMember:
-    """Load the data and build the model, which may take seconds. All members give the same settings and seed."""
+    """Load the data and build the model, which may take seconds. All members must give the same settings and seed."""
     saved = extras.checkpoints.load() if extras.checkpoints is not None else None
     kind = ServedMember if isinstance(strategy(settings.strategy), ParameterServer) else ReplicatedMember
     member = kind(host, conductor, settings, seed, extras)
@@ -52,7 +52,7 @@ def prepare(host: Host, conductor: Conductor, settings: Training, seed: int, ext
 
 
 async def follow(member: ElasticMember, wire: Wire) -> Report:
-    """Train what was prepared with whoever is in the conductor's views, to the end, and say what came of it."""
+    """Train a prepared member in the conductor's views, to the end; return its report."""
     host, conductor = member.host, member.conductor
     # A newcomer calls while the others are still busy with their step.
     patience_s = max(wire.connect_timeout_s, member.settings.timeout_s)
@@ -84,12 +84,11 @@ async def follow(member: ElasticMember, wire: Wire) -> Report:
 
 
 def _outcome(member: ElasticMember) -> str:
-    """What the whole training came to; empty before its end."""
     return (digest(member.run.learner.replica.parameters) or _NO_PARAMETERS) if member.is_complete else ""
 
 
 async def _follow(member: ElasticMember, view: View, wire: Wire, reception: Reception) -> bool:
-    """Take part in a view; whether that was all."""
+    """Take part in a view; return whether training is complete."""
     host, conductor = reception.host, member.conductor
     rank = view.rank(conductor.us)
     if rank is None:

@@ -1,14 +1,15 @@
-"""What members send each other before they go on: words that all receive alike, and arrays from member to member.
+"""Messages between members before they go on: values that all receive alike, and arrays from member to member.
 
-`gather_echoed` is an all-gather with an echo: all members know that they received the same from each. What members do
-next follows from what they received. So if a member sends one thing to one and another to the next, correct members
-part ways, and each takes the other for the one that is wrong. Therefore everybody sends to everybody directly, and then
-an echo, as in Bracha's reliable broadcast (1987): digests of what it received. Where two received unlike things from a
-third, either one of them misreports or the third did not send all the same: `hcsim.cluster.diagnosis` looks for the
-fewest members that explain all such findings.
+`gather_echoed` is an all-gather with an echo: all members know that they received the same values from each.
+The members' next actions follow from these values. If a member sent different values to different members,
+correct members would diverge, and each would take the other for faulty. Therefore every member sends to all
+directly, and then an echo, as in Bracha's reliable broadcast (1987): digests of what it received. If two
+members received different values from a third, either one of them misreports or the third sent different ones.
+`hcsim.cluster.diagnosis` looks for the fewest members that explain all such findings.
 
-`relay` carries arrays in pieces that each have the group's deadline. All members of the group take part in it, those
-without anything to give or take too: they follow its rounds, so that nobody waits for longer than one piece takes.
+`relay` carries arrays in pieces that each have the group's deadline. All members of the group take part, also
+those that give and take nothing: they follow its rounds, so that no member waits for longer than one piece
+takes.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ from hcsim.runtime.channel import Phantom
 from hcsim.training.learner import fingerprint
 
 _MOST = 16
-"""In a larger group that all talk to all takes long: there words are passed on, and nobody compares them."""
+"""In a larger group direct sending takes long: there values are forwarded, and not compared."""
 
 
 class Doubt(NamedTuple):
-    """Either the accused is wrong or the witness, which may be ourselves."""
+    """Either the accused or the witness is wrong; the witness may be this member."""
 
     witness: int
     accused: int
@@ -41,7 +42,7 @@ class Doubt(NamedTuple):
 
 
 class Contradiction(CollectiveError):
-    """Members say unlike things; `doubts` are about which of them."""
+    """Members report different values; `doubts` name the members concerned."""
 
     def __init__(
         self, message: str, *, peer: int | None = None, phase: str = "", doubts: tuple[Doubt, ...] = ()
@@ -51,7 +52,7 @@ class Contradiction(CollectiveError):
 
 
 async def gather_echoed(group: Group, words: npt.NDArray[np.int64]) -> list[npt.NDArray[np.int64]]:
-    """What each sent, by rank; all have received the same, or it raises `Contradiction`."""
+    """Return each rank's values; raise `Contradiction` unless all members have received the same."""
     said = await gather_direct(group, words)
     if not 2 < group.size <= _MOST:
         return said
@@ -64,19 +65,20 @@ async def gather_echoed(group: Group, words: npt.NDArray[np.int64]) -> list[npt.
 
 
 async def gather_direct(group: Group, words: npt.NDArray[np.int64]) -> list[npt.NDArray[np.int64]]:
-    """What each sent, by rank, from itself unless the group is large; perhaps not what others received."""
+    """Return each rank's values, received directly unless the group is large. Other members may have received
+    others."""
     # Folded onto a power of two, words would cross the slow line between two homes three times instead of once.
     direct = group.size <= _MOST or group.size.bit_count() != 1
     return [_numbers(each) for each in await group.all_gather(words, algorithm="direct" if direct else "auto")]
 
 
 def digests(said: Sequence[npt.NDArray[np.int64]]) -> tuple[int, ...]:
-    """One of what each said."""
+    """Return a digest of each rank's values."""
     return tuple(fingerprint(each) for each in said)
 
 
 def _doubts(us: int, ours: npt.NDArray[np.int64], them: int, theirs: npt.NDArray[np.int64]) -> list[Doubt]:
-    """What does not fit in what another rank has heard, given digests of what each rank said."""
+    """Return the contradictions between two ranks' digests of what each rank sent."""
     if theirs[them] != ours[them]:
         return [Doubt(us, them, f"rank {them} told rank {us} something else than it says it told")]
     unlike = [rank for rank in range(len(ours)) if theirs[rank] != ours[rank]]
@@ -92,13 +94,14 @@ LABEL_MOST_BYTES = 16 << 20
 T = TypeVar("T")
 Arrays: TypeAlias = Mapping[str, "npt.NDArray[np.generic] | Phantom"]
 Route: TypeAlias = tuple[int, int]
-"""From whom to whom."""
+"""The giving rank and the taking rank."""
 
 
 class _Item(msgspec.Struct, frozen=True):
     name: str
     dtype: Annotated[str, msgspec.Meta(pattern=r"^([<>|][a-zA-Z][0-9]{1,2})?$")]
-    """Of one number; empty for a phantom. What else numpy reads as a dtype is a language of its own."""
+    """The type of one number; empty for a phantom. The pattern excludes the other texts that numpy accepts as a
+    dtype."""
     shape: tuple[int, ...]
 
     @property
@@ -112,22 +115,22 @@ class _Label(msgspec.Struct, frozen=True):
 
 
 class Parcel(msgspec.Struct, frozen=True):
-    """Arrays by name, and what there is to say about them."""
+    """Arrays by name, with metadata."""
 
     about: bytes
     arrays: Arrays
     giver: int = -1
-    """The rank that it came from, if it came from one."""
+    """The rank that it came from, if any."""
 
     def told(self, kind: type[T]) -> T:
-        """What there is to say about them, of that type."""
+        """Return the metadata, decoded as that type."""
         try:
             return msgspec.msgpack.decode(self.about, type=kind)
         except UNDECODABLE as error:
             refuse(self.giver, error)
 
     def packed(self) -> tuple[bytes, list[npt.NDArray[np.uint8] | Phantom]]:
-        """A label, and the content in pieces."""
+        """Return a label, and the content in pieces."""
         items = tuple(_item(name, array) for name, array in self.arrays.items())
         label = msgspec.msgpack.encode(_Label(self.about, items))
         total = sum(item.size_bytes for item in items)
@@ -139,10 +142,10 @@ class Parcel(msgspec.Struct, frozen=True):
 
 
 class _Taking:
-    """A parcel that arrives."""
+    """A parcel being received."""
 
     def __init__(self, label: bytes, giver: int, pieces: int) -> None:
-        """`pieces` is how many it announced before."""
+        """`pieces` is the number that the giver announced."""
         try:
             self._label = msgspec.msgpack.decode(label, type=_Label)
             self._total = sum(item.size_bytes for item in self._label.items)
@@ -181,7 +184,8 @@ class _Taking:
 
 
 async def relay(group: Group, routes: Sequence[Route], giving: Mapping[int, Parcel]) -> list[Parcel]:
-    """Carry a parcel along each route; `giving` has ours, by taker. Returns what came here, in the routes' order."""
+    """Carry a parcel along each route; `giving` has this rank's parcels by taker. Return the parcels received here,
+    in the order of the routes."""
     packed = {taker: parcel.packed() for taker, parcel in giving.items()}
     sizes = np.zeros((group.size, 2), np.int64)
     for taker, (label, pieces) in packed.items():
@@ -214,7 +218,7 @@ async def relay(group: Group, routes: Sequence[Route], giving: Mapping[int, Parc
 
 
 def refuse(giver: int, why: object) -> NoReturn:
-    """What a member handed over cannot be what a correct one hands over: it has broken the protocol."""
+    """Raise the protocol error of a member that handed over what no correct member would."""
     text = f"rank {giver} handed over a state that cannot be read: {why}"
     raise CollectiveError(text, peer=giver, phase="synchronising") from RemoteProtocolError(text, str(giver))
 

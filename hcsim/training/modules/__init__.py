@@ -1,1 +1,3 @@
-"""What torch lacks on CPU and MPS, for modules of one's own: on any process group, on any device, in both worlds."""
+"""Modules that torch lacks on CPU and MPS, for user-defined models, on any process group and device and in both
+worlds.
+"""

@@ -1,7 +1,8 @@
-"""Batch normalisation over the samples of all ranks, on any device, with batches of unlike sizes.
+"""Batch normalisation over the samples of all ranks, on any device, with batches of different sizes.
 
-Each rank sends the count, mean and sum of squared deviations of its own batch; these are merged pair by pair (Chan,
-Golub and LeVeque, 1979), in float64 where the device has it. E[x²] − E[x]² would cancel for a mean far from zero.
+Each rank sends the count, mean and sum of squared deviations of its own batch. These are merged pair by pair
+(Chan, Golub and LeVeque, 1979), in float64 where the device has it. E[x²] − E[x]² would cancel for a mean far
+from zero.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch.autograd.function import once_differentiable
 
 
 class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
-    """A batch norm whose statistics in training are those of the joined batch."""
+    """Batch normalisation with the statistics of the joined batch in training."""
 
     def __init__(self, *args: Any, group: dist.ProcessGroup | None = None, **settings: Any) -> None:
         super().__init__(*args, **settings)
@@ -23,7 +24,7 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
 
     @classmethod
     def convert(cls, module: nn.Module, group: dist.ProcessGroup | None = None) -> nn.Module:
-        """The module, with each of its batch norms in this form. Parameters and statistics stay the same objects."""
+        """Convert the batch norms of a module to this class. Parameters and statistics stay the same objects."""
         return cls._converted(module, group, {})
 
     @classmethod
@@ -111,7 +112,7 @@ class _Normalise(torch.autograd.Function):
 
 
 def _merged(x: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Count, mean and sum of squared deviations of each channel, over all ranks."""
+    """Return the count, mean and sum of squared deviations of each channel, over all ranks."""
     channels = x.shape[1]
     rows = x.detach().transpose(0, 1).reshape(channels, -1)
     wide = torch.float32 if x.device.type == "mps" else torch.float64

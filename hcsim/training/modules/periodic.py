@@ -1,4 +1,4 @@
-"""Local SGD and DiLoCo for a module of one's own: ranks talk every H steps.
+"""Local SGD and DiLoCo for a user-defined module: ranks communicate every H steps.
 
     inner = torch.optim.AdamW(model.parameters())
     outer = DiLoCo(model, every=50)
@@ -7,8 +7,8 @@
         inner.step()
         outer.step()
 
-After H steps the ranks average how far they went from where they last agreed, and an outer optimizer takes that
-average as its gradient. Its default, Nesterov momentum, is DiLoCo's (Douillard et al., 2023, arXiv 2311.08105); plain
+After H steps the ranks average their changes since the last exchange, and an outer optimizer takes that average
+as its gradient. Its default, Nesterov momentum, is DiLoCo's (Douillard et al., 2023, arXiv 2311.08105); plain
 SGD with a step of one averages the parameters, which is local SGD (Stich, ICLR 2019).
 """
 
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 
 class DiLoCo:
-    """Every `every` calls of `step`, the ranks exchange how far they went."""
+    """The ranks exchange their changes on every `every`-th call of `step`."""
 
     def __init__(
         self,
@@ -34,8 +34,8 @@ class DiLoCo:
         group: dist.ProcessGroup | None = None,
         exchange: Callable[[Tensor], object] | None = None,
     ) -> None:
-        """All ranks begin with rank 0's parameters. `outer` makes the outer optimizer of a list of tensors; `exchange`
-        averages a flat tensor over the ranks, in place, where a plain all-reduce is not wanted."""
+        """All ranks begin with rank 0's parameters. `outer` makes the outer optimizer of a list of tensors.
+        `exchange` averages a flat tensor over the ranks, in place, in place of a plain all-reduce."""
         if every < 1:
             raise ValueError(f"ranks talk every 1, 2, … steps, not every {every}")
         self._parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
@@ -59,7 +59,8 @@ class DiLoCo:
         return self._steps
 
     def step(self, samples: int = 1) -> bool:
-        """An inner step was taken, on that many samples; whether the ranks have talked. All ranks call this alike."""
+        """Count an inner step on `samples` samples; return whether the ranks have exchanged. All ranks must call
+        this alike."""
         self._steps += 1
         self._samples += samples
         if self._steps < self._every:
@@ -69,7 +70,8 @@ class DiLoCo:
 
     @torch.no_grad()
     def exchange(self) -> None:
-        """Talk now, whatever the number of steps: at the end of a run, say. Ranks count by the samples they saw."""
+        """Exchange now, whatever the number of steps, for example at the end of a run. Ranks are weighted by their
+        samples."""
         if not self._steps:
             return
         seen = torch.tensor([self._samples], device=self._anchor.device)
@@ -84,7 +86,7 @@ class DiLoCo:
         self._steps = self._samples = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint needs beside the module and the inner optimizer."""
+        """Return the state that a checkpoint needs beside the module and the inner optimizer."""
         return {
             "anchor": self._anchor.detach().clone(),
             "outer": self._outer.state_dict(),
@@ -94,7 +96,6 @@ class DiLoCo:
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
         self._anchor.copy_(state["anchor"])
         self._outer.load_state_dict(state["outer"])
         self._steps, self._samples = state["steps"], state["samples"]
@@ -105,7 +106,7 @@ class DiLoCo:
 
 
 def local_sgd(module: nn.Module, *, every: int, group: dist.ProcessGroup | None = None) -> DiLoCo:
-    """Average the parameters every so many steps."""
+    """Average the parameters every `every` steps."""
 
     def as_they_are(tensors: list[Tensor]) -> torch.optim.Optimizer:
         return torch.optim.SGD(tensors, lr=1.0)

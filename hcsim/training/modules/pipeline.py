@@ -1,8 +1,9 @@
-"""A model cut into stages, one on each rank, with microbatches on their way through it.
+"""Pipeline parallelism: a model cut into stages, one on each rank, processes a batch as microbatches.
 
-GPipe runs all forwards, then all backwards, and keeps every microbatch's activations (Huang et al., NeurIPS 2019).
-1F1B begins with as many forwards as there are stages behind, then alternates, so that a rank keeps one microbatch
-more than that at most (Narayanan et al., SOSP 2019). Both give the same gradients; they differ in memory.
+GPipe runs all forwards, then all backwards, and keeps every microbatch's activations (Huang et al., NeurIPS
+2019). 1F1B begins with as many forwards as there are later stages, then alternates, so that a rank keeps one
+microbatch more than that at most (Narayanan et al., SOSP 2019). Both give the same gradients; they differ in
+memory.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ Schedule = Literal["gpipe", "1f1b"]
 
 
 def turns(schedule: Schedule, rank: int, world: int, microbatches: int) -> Iterator[tuple[Literal["F", "B"], int]]:
-    """What a rank does, in its order: a forward or a backward pass of which microbatch."""
+    """Yield the passes of a rank in order: "F" (forward) or "B" (backward), and the microbatch."""
     ahead = microbatches if schedule == "gpipe" else min(world - rank - 1, microbatches)
     for number in range(ahead):
         yield "F", number
@@ -44,7 +45,7 @@ class Pipeline:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
-        """`entering` is the shape of what one microbatch brings into this stage; the first stage needs none."""
+        """`entering` is the shape of one microbatch's input to this stage; the first stage needs none."""
         if schedule not in ("gpipe", "1f1b"):
             raise ValueError(f"{schedule!r} is no schedule: there are gpipe and 1f1b")
         if microbatches < 1:
@@ -61,7 +62,7 @@ class Pipeline:
         # The stage before us sends microbatch n + this much once it has our gradient of microbatch n - 1.
         self._waits_behind = microbatches if schedule == "gpipe" else self._world - self._rank
         self.most_kept = 0
-        """How many microbatches were under way here at once, at most."""
+        """The largest number of microbatches in flight here at once."""
 
     def step(
         self,
@@ -69,9 +70,10 @@ class Pipeline:
         targets: Tensor | None = None,
         loss_of: Callable[[Tensor, Tensor], Tensor] | None = None,
     ) -> float | None:
-        """Run a batch through, and leave the gradients of its mean loss in the parameters.
+        """Run a batch, and leave the gradients of its mean loss in the parameters.
 
-        The first rank gives the inputs, the last one the targets and the loss, which it returns."""
+        The first rank gives the inputs. The last rank gives the targets and the loss function, and returns the
+        loss."""
         first, last = self._rank == 0, self._rank == self._world - 1
         if (first and inputs is None) or (last and (targets is None or loss_of is None)):
             raise ValueError("the first stage needs the inputs, the last one targets and a loss")
@@ -120,13 +122,13 @@ class Pipeline:
         return entered.requires_grad_()
 
     def _send(self, number: int, tensor: Tensor, to: int) -> _Sending:
-        """Without waiting: the neighbour may be sending to us."""
+        """Send without waiting: the neighbour may be sending to this rank."""
         moved = tensor.detach().contiguous()
         return _Sending(number, dist.isend(moved, group_dst=to, group=self._group), moved)
 
 
 class _Sending(NamedTuple):
-    """A tensor that is on its way, and stays until it has left."""
+    """A tensor in flight, kept alive until it has been sent."""
 
     number: int
     work: dist.Work | None
@@ -134,7 +136,7 @@ class _Sending(NamedTuple):
 
 
 def _let_go(sending: deque[_Sending], below: int) -> None:
-    """Forget what the neighbour has received by now: of microbatches below that number."""
+    """Release the sent tensors of microbatches below that number."""
     while sending and sending[0].number < below:
         work = sending.popleft().work
         if work is not None:

@@ -1,10 +1,10 @@
-"""Parameters, gradients and optimizer state divided among the ranks (ZeRO's third stage), on any device.
+"""Parameters, gradients and optimizer state sharded among the ranks (ZeRO's third stage), on any device.
 
-Each wrapped block keeps one flat shard of its parameters. For its forward pass the whole is gathered, and let go
-again; what autograd would keep of it for the backward pass is kept as "which part of which block", and gathered anew
-when it is asked for. The gradient of the whole is averaged and scattered into the shard's. An optimizer that treats
-elements alike (SGD, Adam and their kin) sees the shards as its parameters. Activation checkpointing goes around a
-block, not into it, and weights are tied within a block.
+Each wrapped block keeps one flat shard of its parameters. All shards are gathered for its forward pass and
+released afterwards. For the backward pass autograd keeps only which part of which block it needs, and the block
+is gathered again. The gradient of the block is averaged and scattered to the shards. An optimizer that works
+element by element (SGD, Adam and variants) sees the shards as its parameters. Activation checkpointing must
+wrap a block, not lie within it, and weights can be tied only within a block.
 
 Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 2020.
 """
@@ -23,7 +23,7 @@ from torch.func import functional_call
 
 
 class Piece(NamedTuple):
-    """Where one of the block's parameters lies in the flat whole."""
+    """The range of one of the block's parameters in the flat array."""
 
     name: str
     shape: torch.Size
@@ -32,7 +32,7 @@ class Piece(NamedTuple):
 
 
 class _Held(NamedTuple):
-    """What autograd keeps in place of a view of the whole."""
+    """The record that autograd keeps in place of a view of the gathered parameters."""
 
     size: torch.Size
     stride: tuple[int, ...]
@@ -40,7 +40,7 @@ class _Held(NamedTuple):
 
 
 class Sharded(nn.Module):
-    """A block of a model whose parameters are divided among the ranks of a group. All begin with rank 0's."""
+    """A block of a model whose parameters are sharded among the ranks of a group. All begin with rank 0's."""
 
     def __init__(self, block: nn.Module, group: dist.ProcessGroup | None = None) -> None:
         super().__init__()
@@ -71,11 +71,11 @@ class Sharded(nn.Module):
 
     @property
     def places(self) -> tuple[Piece, ...]:
-        """The pieces without those that are others under a second name."""
+        """The pieces without second names of tied parameters."""
         return tuple({(piece.lo, piece.hi): piece for piece in reversed(self.pieces)}.values())[::-1]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The block's own, with the whole parameters."""
+        """Run the block with the full parameters."""
         self._whole = None  # a backward pass that failed may have left an old one
         whole: Tensor = _Gather.apply(self.shard, self)  # type: ignore[no-untyped-call]
         place, version = whole.untyped_storage().data_ptr(), self.shard._version
@@ -109,7 +109,7 @@ class Sharded(nn.Module):
 
     @torch.no_grad()
     def full_parameters(self) -> dict[str, Tensor]:
-        """The whole parameters under the block's own names, on every rank. All ranks call this."""
+        """Return the full parameters by the block's own names, on every rank. All ranks must call this."""
         self._whole = None
         whole = self._gathered()
         self._whole = None
@@ -117,7 +117,7 @@ class Sharded(nn.Module):
 
     @torch.no_grad()
     def load_full_parameters(self, parameters: dict[str, Tensor]) -> None:
-        """Take our shard of these."""
+        """Take this rank's shard of the full parameters."""
         missing = [piece.name for piece in self.pieces if piece.name not in parameters]
         if missing or len(parameters) != len(self.pieces):
             unknown = sorted(parameters.keys() - {piece.name for piece in self.pieces})
@@ -133,7 +133,7 @@ class Sharded(nn.Module):
         self.shard.copy_(whole[self.rank * share : (self.rank + 1) * share])
 
     def _gathered(self) -> Tensor:
-        """The whole parameters, gathered once until they are let go."""
+        """Return the full parameters, gathered once until they are released."""
         if self._whole is None:
             whole = self.shard.new_empty(self.shard.numel() * self._world)
             dist.all_gather_single(whole, self.shard.detach(), group=self._group)
@@ -158,9 +158,9 @@ class _Gather(torch.autograd.Function):
 
 
 def clip_grad_norm(model: nn.Module, most: float, group: dist.ProcessGroup | None = None) -> float:
-    """Scale the averaged gradients so that their norm, over all shards, is at most that; returns what it was.
+    """Scale the averaged gradients so that their norm, over all shards, is at most `most`; return the norm before.
 
-    Parameters outside of all blocks count, too; their gradients are to be the same on all ranks by then."""
+    Parameters outside of all blocks count, too; their gradients must be the same on all ranks by then."""
     shards = [module.shard for module in model.modules() if isinstance(module, Sharded)]
     ours = [parameter.grad for parameter in shards if parameter.grad is not None]
     others = [p.grad for p in model.parameters() if p.grad is not None and not any(p is shard for shard in shards)]
@@ -177,7 +177,7 @@ def clip_grad_norm(model: nn.Module, most: float, group: dist.ProcessGroup | Non
 
 
 def _own_parameters(block: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Parameter]]:
-    """Under every name that they have, but for those of blocks within that are sharded by themselves."""
+    """Yield the parameters under every name, without those of nested blocks with shards of their own."""
     for name, parameter in block.named_parameters(prefix, recurse=False, remove_duplicate=False):
         yield name, parameter
     for name, child in block.named_children():
@@ -186,7 +186,7 @@ def _own_parameters(block: nn.Module, prefix: str = "") -> Iterator[tuple[str, n
 
 
 def _laid_out(parameters: dict[str, nn.Parameter]) -> Iterator[Piece]:
-    """One after the other; one that has several names lies in one place."""
+    """Lay out the parameters one after the other; a parameter with several names has one range."""
     at = 0
     places: dict[nn.Parameter, int] = {}
     for name, parameter in parameters.items():

@@ -1,4 +1,4 @@
 """A parameter server: it holds the model; workers pull it, compute gradients and push them.
 
-`rounds` decides, `server` and `worker` move the bytes, `strategy` puts them onto a group of ranks.
+`rounds` is the state machine, `server` and `worker` do the I/O, `strategy` runs them on a group of ranks.
 """

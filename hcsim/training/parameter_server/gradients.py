@@ -1,7 +1,7 @@
-"""Gradients on their way to the server: one payload per tensor, and no trust in what arrives.
+"""Gradients on their way to the server: one payload per tensor. The receiver validates everything.
 
-A worker's last push may be whole: not compressed, with all that its error feedback still owes, so that nothing is lost
-with it. The server takes either.
+A worker's last push may be whole: uncompressed and with its whole residual, so that nothing is lost with the
+worker. The server accepts both kinds.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ class Received(NamedTuple):
 
     push: Push
     data: Bytes | Phantom
-    """As it came."""
+    """The payload as it was received."""
     sums: Flat
-    """What it says."""
+    """The decoded gradients, as sums over samples."""
 
 
 class Gradients:
-    """How gradients of one model are packed, checked and unpacked."""
+    """Packs, validates and unpacks the gradients of one model."""
 
     def __init__(self, layout: Layout, compressor: Compressor) -> None:
         self.tensors = layout.tensors
@@ -48,15 +48,15 @@ class Gradients:
         self._exact = [compressor.size_bytes(tensor.shape) for tensor in self.tensors]
         codecs = compressor, self._dense
         self.most_bytes = max(sum(codec.most_bytes(tensor.shape) for tensor in self.tensors) for codec in codecs)
-        """No honest push is larger."""
+        """The upper bound for the size of a valid push."""
         self.encode_work = _sum(compressor.encode_work(tensor.shape) for tensor in self.tensors)
         self.decode_work = _sum(compressor.decode_work(tensor.shape) for tensor in self.tensors)
 
     def pack(self, gradients: Flat, samples: int, version: int) -> tuple[tuple[int, ...], Bytes | Phantom]:
-        """The sizes of the payloads of mean gradients over so many samples, and all of them in one piece.
+        """Return the sizes of the payloads of mean gradients over `samples` samples, and all payloads in one piece.
 
-        What is packed is their sum over the samples, so that what error feedback still owes is worth the same
-        whatever the sizes of the batches before and after. Changes the gradients."""
+        The packed gradients are sums over the samples, so that a residual has the same weight whatever the batch
+        sizes before and after. Changes the gradients."""
         if isinstance(gradients, Phantom):
             return tuple(self._exact), Phantom(sum(self._exact))
         gradients *= np.float32(samples)
@@ -64,14 +64,15 @@ class Gradients:
 
     @property
     def owing(self) -> Feedback | None:
-        """The error feedback, if it owes anything."""
+        """The error feedback, if it has a residual."""
         feedback = self.compressor
         return feedback if isinstance(feedback, Feedback) and feedback.state() else None
 
     def pack_whole(
         self, owing: Feedback, gradients: Flat, samples: int, version: int
     ) -> tuple[tuple[int, ...], Bytes | Phantom]:
-        """The same, but whole: if this counts, nothing is owed any more. Changes the gradients."""
+        """Pack uncompressed gradients with the whole residual; if the push counts, no residual remains. Changes the
+        gradients."""
         assert not isinstance(gradients, Phantom)  # phantoms owe nothing
         gradients *= np.float32(samples)
         for tensor in self.tensors:
@@ -85,7 +86,7 @@ class Gradients:
         return tuple(payload.nbytes for payload in payloads), np.concatenate(payloads)
 
     def objection(self, push: Push) -> str:
-        """What is wrong with an announced push; empty if nothing is."""
+        """Return what is wrong with an announced push; empty if it is valid."""
         if push.compressor not in (self.compressor.spec, WHOLE):
             return f"compressed with {push.compressor!r}, and we expect {self.compressor.spec!r}"
         if len(push.sizes) != len(self.tensors):
@@ -97,7 +98,7 @@ class Gradients:
         return ""
 
     def unpack(self, push: Push, data: Bytes) -> Array:
-        """The gradients in an announced push that was not objected to; `CompressionError` if they are not valid."""
+        """Return the gradients of a validated push; raise `CompressionError` if the payload is not valid."""
         gradients, codec = np.empty(self.length, np.float32), self._codec(push)
         ends = accumulate(push.sizes, initial=0)
         for tensor, (lo, hi) in zip(self.tensors, pairwise(ends), strict=True):
@@ -109,7 +110,7 @@ class Gradients:
         return gradients
 
     async def decoded(self, push: Push, data: Bytes | Phantom, learner: Learner) -> Flat:
-        """The same on a learner's device, in its time; also of phantoms."""
+        """Unpack on a learner's device, in its time; also for phantoms."""
         with learner.ledger.spent_on("encode"):
             if isinstance(data, Phantom):
                 return await learner.host.device.run(self.decode_work, lambda: Phantom(FLOAT_BYTES * self.length))
@@ -120,7 +121,7 @@ class Gradients:
 
 
 async def average(learner: Learner, received: Iterable[Received]) -> None:
-    """Put the mean over all samples in the place of the learner's gradients. Changes what was received."""
+    """Put the mean over all samples in the place of the learner's gradients. Changes the received arrays."""
     terms, mean = [(each.sums, each.push.samples) for each in received], learner.replica.gradients
     elements = len(terms) * learner.layout.length
     work = Work(2.0 * elements, 5.0 * FLOAT_BYTES * elements)
@@ -131,9 +132,9 @@ async def average(learner: Learner, received: Iterable[Received]) -> None:
 
 
 def mean_of_sums(sums: Iterable[tuple[Any, int]], out: Array) -> None:
-    """The mean over all samples, of arrays that are sums over so many each. Changes the arrays.
+    """Compute the mean over all samples from sums, each over a number of samples. Changes the arrays.
 
-    A sum over no samples may hold what its worker still owed, so it counts like the others."""
+    A sum over no samples may hold a worker's residual, so it counts like the others."""
     terms = list(sums)
     each = np.float32(1 / max(1, sum(samples for _, samples in terms)))
     out.fill(0.0)

@@ -1,9 +1,9 @@
-"""What workers and the server say to each other.
+"""The messages between workers and the server.
 
-A worker joins, then asks one thing at a time: for the model (`Pull`), to count a gradient (`Push`), to be told when
-all is over (`Await`). The server answers each, later where it has to, and says `Wait` meanwhile. `Done` may come
-at any time; it is the answer to an `Await` alone, unless it names an error. Pushes of a worker are
-numbered; the number makes a repeated one known, so that whatever is lost on the way can be sent again and
+A worker joins, then makes one request at a time: for the model (`Pull`), to count a gradient (`Push`), or to be
+told of the end of training (`Await`). The server answers each, possibly later, and sends `Wait` meanwhile.
+`Done` may come at any time; it answers only an `Await`, unless it names an error. A worker numbers its pushes.
+The server recognises a repeated push by its number, so that a worker can repeat lost messages and each push
 counts once.
 
 A message is a CONTROL frame of msgpack. `Push` and `Model` announce `size_bytes` that follow as DATA frames.
@@ -29,41 +29,42 @@ Number = Annotated[int, Meta(ge=0, lt=1 << 62)]
 Text = Annotated[str, Meta(max_length=256)]
 
 UNKNOWN = -1
-"""The version of a model that nobody has vouched for."""
+"""The version of a model that cannot be relied on."""
 
 
 class Join(msgspec.Struct, frozen=True, tag="join"):
-    """The first message on a connection: who is calling."""
+    """The first message on a connection: it identifies the worker."""
 
     job: Text
     worker: Annotated[str, Meta(min_length=1, max_length=256)]
     life: Number
-    """Drawn when the worker starts: tells one that calls again from one that starts again under its name."""
+    """A random number drawn when the worker starts: it distinguishes a reconnection from a restart under the
+    same name."""
     model: Text
-    """A digest of names and shapes: gradients of another model are of no use."""
+    """A digest of names and shapes: gradients of another model are rejected."""
     contributes: bool = True
-    """Whether it will push; otherwise it only wants to know the end."""
+    """Whether the worker will push; otherwise it only waits for the end."""
 
 
 class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
-    """The worker is known from now on."""
+    """The server accepts the worker."""
 
     sequence: Number
-    """Of its last push that was answered."""
+    """The number of the worker's last push that was answered."""
     accepted: Number
-    """How many of its pushes have counted."""
+    """The number of the worker's pushes that have counted."""
     history: Number = 0
-    """Drawn when the server starts: versions of another history are other models."""
+    """A random number drawn when the server starts: equal versions of other histories are other models."""
 
 
 class Pull(msgspec.Struct, frozen=True, tag="pull"):
-    """Asks for the model, if it is not this version."""
+    """Requests the model, unless it still has this version."""
 
     version: Annotated[int, Meta(ge=UNKNOWN)]
 
 
 class Model(msgspec.Struct, frozen=True, tag="model"):
-    """The model: so many bytes of float32, or none when the worker has it."""
+    """The model: `size_bytes` of float32, or none if the worker has it."""
 
     version: Number
     size_bytes: Number
@@ -80,7 +81,7 @@ class Push(msgspec.Struct, frozen=True, tag="push"):
 
     @property
     def size_bytes(self) -> int:
-        """Of all payloads."""
+        """The size of all payloads."""
         return sum(self.sizes)
 
 
@@ -92,36 +93,36 @@ class Accepted(msgspec.Struct, frozen=True, tag="accepted"):
 
 
 class Stale(msgspec.Struct, frozen=True, tag="stale"):
-    """The push does not count: it is of another version than is wanted now. Pull and compute again."""
+    """The push does not count: it is for another version than the one wanted now. Pull and compute again."""
 
     sequence: Number
     version: Number
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
-    """The push (or, with sequence 0, the joining) is not valid."""
+    """The push (or, with sequence 0, the join) is not valid."""
 
     sequence: Number
     reason: str
 
 
 class Wait(msgspec.Struct, frozen=True, tag="wait"):
-    """We are here, and there is no answer yet."""
+    """The server is alive, and there is no answer yet."""
 
 
 class Await(msgspec.Struct, frozen=True, tag="await"):
-    """Asks to be told when training is over."""
+    """Requests notification of the end of training."""
 
 
 class Done(msgspec.Struct, frozen=True, tag="done"):
-    """Training is over, with this version; or, where an error is named, it has failed."""
+    """Training is over, with this version; if an error is named, it has failed."""
 
     version: Number
     error: str = ""
 
 
 class Leave(msgspec.Struct, frozen=True, tag="leave"):
-    """The worker will push no more. After the end: it has what it wanted."""
+    """The worker will push no more. After the end: it has received all it requested."""
 
     why: Text = ""
 
@@ -129,27 +130,26 @@ class Leave(msgspec.Struct, frozen=True, tag="leave"):
 Question: TypeAlias = Join | Pull | Push | Await | Leave
 Answer: TypeAlias = Welcome | Model | Accepted | Stale | Refused | Wait | Done
 Verdict: TypeAlias = Accepted | Stale | Refused
-"""What became of a push: it is given once, and repeated if asked again."""
+"""The result of a push: it is decided once, and repeated on request."""
 
 QUESTIONS: Schema[Question] = Schema(Question)
 ANSWERS: Schema[Answer] = Schema(Answer)
 
 
 SEGMENT_BYTES = 16 << 20
-"""Payloads travel in frames of at most this size; whoever takes one in allocates no more at a time."""
+"""Payloads travel in frames of at most this size; the receiver allocates no more at a time."""
 MESSAGE_BYTES = 4096
-"""What a message may have, before its lists."""
+"""The size limit of a message, without its lists."""
 
 S = TypeVar("S")
 R = TypeVar("R")
 
 
 class Line(Generic[S, R]):
-    """One end of a connection on which a worker asks one thing at a time.
+    """One end of a connection on which a worker makes one request at a time.
 
     A frame that does not pass within `silence_s` ends the wait with `DeadlineExceeded`. After any error the
-    connection is of no more use, and is to be closed.
-    """
+    connection is unusable and must be closed."""
 
     def __init__(
         self, channel: Channel, clock: Clock, sends: Schema[S], receives: Schema[R], *, silence_s: float
@@ -165,11 +165,10 @@ class Line(Generic[S, R]):
         self._message_bytes = MESSAGE_BYTES
 
     def trust(self, list_length: int) -> None:
-        """The peer is known: its messages may have lists of this length."""
+        """Accept lists of this length in the messages of the peer, which is known now."""
         self._message_bytes = MESSAGE_BYTES + 10 * list_length
 
     async def send(self, message: S, payload: Payload | None = None) -> None:
-        """Send a message, and the payload that it announces."""
         await self._frame(*self._sends.frame(message))
         if payload is not None:
             total = payload.nbytes
@@ -179,13 +178,13 @@ class Line(Generic[S, R]):
                 await self._frame(Header(length, Kind.DATA, offset=offset, total=total), part)
 
     async def recv(self, within_s: float | None) -> R:
-        """The next message; None waits for it as long as the connection lives."""
+        """Receive the next message; with None, wait for as long as the connection lives."""
         self._channel.limit(self._message_bytes)
         header, payload = await self._hear(lambda _: None, within_s)
         return self._receives.framed(header, payload, self.peer)
 
     async def recv_payload(self, size_bytes: int, into: memoryview | None) -> None:
-        """Receive what was announced, into place; with None it is heard and forgotten, piece by piece."""
+        """Receive the announced payload in place; with None, read and discard it piece by piece."""
         for offset in range(0, size_bytes, SEGMENT_BYTES):
             length = min(SEGMENT_BYTES, size_bytes - offset)
             place = into[offset : offset + length] if into is not None else None
@@ -204,7 +203,6 @@ class Line(Generic[S, R]):
         return where
 
     async def close(self) -> None:
-        """End the connection."""
         await self._channel.close()
 
     async def _frame(self, header: Header, payload: Payload) -> None:

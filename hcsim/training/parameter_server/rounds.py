@@ -1,37 +1,39 @@
-"""What the parameter server decides: a pure state machine, events and the time in, effects out.
+"""The state machine of the parameter server. It does no I/O: events and the time are its input, effects its output.
 
 Modes, and when an update is made:
 
-    sync     when every worker that is waited for has pushed, or `deadline_s` after the round's first push if at
-             least `quorum` have. The mean is weighted by samples and summed in the order of the workers' names.
+    sync     when every awaited worker has pushed, or `deadline_s` after the round's first push if at least
+             `quorum` have. The mean is weighted by samples and summed in the order of the workers' names.
     bounded  at every push whose model is at most `staleness` updates old. A worker that is more
              than `staleness` pushes ahead of the slowest waits for it before it gets the next model
              (stale synchronous parallel, Ho et al., NIPS 2013).
     async    at every push.
 
-Where an update is made by one push, its learning rate is scaled by that push's share of the samples of one push
-from everybody. So one push from each of N workers moves the model as far as one round does, and
-steps and learning rates mean the same in every mode.
+If one push makes an update, its learning rate is scaled by the share of that push in the samples of one push
+from each worker. So one push from each of N workers moves the model as far as one round does, and steps and
+learning rates mean the same in every mode.
 
 A worker is
 
-    awaited, and becomes absent  when a round's deadline passes without its push, when it is silent for `deadline_s`
-                                 (modes other than sync), or `grace_s` after its connection was lost
-    absent, and becomes awaited  when it says anything
+    awaited, and becomes absent  when a round's deadline passes without its push, when it is silent for
+                                 `deadline_s` (modes other than sync), or `grace_s` after its connection
+                                 was lost
+    absent, and becomes awaited  when it sends anything
     no longer a contributor      when it leaves
 
 A push, numbered by its worker, is
 
-    answered already   repeated, with the same answer (one before the last: refused and forgotten)
+    answered already   repeated, with the same answer (one before the last: rejected and forgotten)
     under way          repeated, and answered once, when its round ends
     new                Accepted (and in exactly one update), Stale, or Refused; after the end it is Stale
 
-Nobody waits for ever: whoever waits is told so every `deadline_s`; without an update for `patience_s` training ends
-with an error that names who is missing. It ends well after `total` updates, or when all have left. Then everybody
-is told, and the server stays until all have fetched what they want, for at most `linger_s`.
+No worker waits for ever: a waiting worker gets `Wait` every `deadline_s`. Without an update for `patience_s`,
+training ends with an error that names the missing workers. It ends normally after `total` updates, or when all
+have left. Then all workers are told, and the server stays until all have fetched what they want, for at most
+`linger_s`.
 
-`Policy` says when a push counts and for whom the server waits, `Member` is a worker as the server knows it, and the
-effects are what the server is to do.
+`Policy` says when a push counts and for which workers the server waits, `Member` is the server's record of a
+worker, and the effects are what the server must do.
 """
 
 from __future__ import annotations
@@ -59,26 +61,29 @@ from hcsim.training.parameter_server.messages import (
 
 
 class Policy(msgspec.Struct, frozen=True, kw_only=True):
-    """What a parameter server allows its workers."""
+    """The rules of a parameter server for its workers."""
 
     mode: Literal["sync", "bounded", "async"] = "sync"
-    """sync: one update per round of all. bounded: one per push, of a model not too old. async: one per push."""
+    """sync: one update per round of all workers. bounded: one per push of a model that is not too old. async:
+    one per push."""
     staleness: int = 0
     """bounded: how many updates a push may lag behind, and how many pushes a worker may be ahead of the slowest.
-    Higher wastes less work on unlike machines, and learns from older gradients. Among N workers that keep
-    pace every push lags N - 1 updates, so a lower bound than that refuses many."""
+    Higher wastes less work on unequal machines, and learns from older gradients. Among N workers of equal
+    speed every push lags N - 1 updates, so a lower bound than that refuses many."""
     quorum: int = 1
-    """sync: a round that does not wait any longer needs so many pushes, unless fewer workers are left. Lower
-    survives more losses; higher keeps a cut-off few from training on alone."""
+    """sync: the number of pushes that a round needs at its deadline, unless fewer workers are left. Lower
+    survives more losses; higher keeps a few disconnected workers from training on alone."""
     deadline_s: float = 30.0
     """How long a worker may keep the others waiting: in a round after its first push, or in silence."""
     grace_s: float = 1.0
-    """How long a worker whose connection is lost is waited for, in the hope that it calls again."""
+    """How long the server waits for a worker whose connection is lost to reconnect."""
     patience_s: float = 60.0
-    """The end of all waiting: how long there may be no update, or no answer, before one gives up with an error."""
+    """The limit of all waiting: how long there may be no update, or no answer, before training fails with an
+    error."""
     linger_s: float = 30.0
-    """How long the server stays at the end for a worker that it last heard so long ago, or since then. Higher lets a
-    slow worker finish what it computes and fetch the final model; lower ends sooner after a silent crash."""
+    """How long the server stays at the end for a worker that it last heard so long ago, or since then. Higher
+    lets a slow worker finish its computation and fetch the final model; lower ends sooner after a silent
+    crash."""
 
     def __post_init__(self) -> None:
         times = (self.deadline_s, self.grace_s, self.patience_s, self.linger_s)
@@ -87,7 +92,8 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def silence_s(self) -> float:
-        """After this much of it a connection is taken for dead: whoever waits is told so at every deadline."""
+        """The time of silence after which a connection is considered dead: a waiting peer gets a message at every
+        deadline."""
         return 2 * self.deadline_s
 
 
@@ -99,7 +105,7 @@ class Tell(msgspec.Struct, frozen=True):
 
 
 class Give(msgspec.Struct, frozen=True):
-    """Answer a worker with the model; with its version alone if it has that already."""
+    """Answer a worker with the model, or with its version alone if the worker has that already."""
 
     worker: str
     version: int
@@ -121,7 +127,7 @@ class Apply(msgspec.Struct, frozen=True):
     contributions: tuple[Contribution, ...]
     """In the order in which they are summed."""
     share: float
-    """Of the learning rate."""
+    """The share of the learning rate."""
 
 
 Effect: TypeAlias = Tell | Give | Apply
@@ -131,39 +137,40 @@ NEVER_S = float("inf")
 
 
 class Member(msgspec.Struct):
-    """A worker that has called, or that is expected to."""
+    """The record of a worker that has connected or is expected to."""
 
     life: int | None = None
-    """None: it has not called this server yet."""
+    """None if the worker has not connected to this server yet."""
     contributes: bool = True
-    """It will push; False once it has said that it will not."""
+    """Whether the worker will push; False once it has said that it will not."""
     awaited: bool = True
-    """The others wait for it."""
+    """Whether the others wait for the worker."""
     gone: bool = False
-    """It has left after the end, with all it wanted."""
+    """Whether the worker has left after the end, with all it requested."""
     connected: bool = False
     lost_s: float = 0.0
-    """Since when it is not connected, if it is not."""
+    """The time at which its connection was lost, if it is not connected."""
     heard_s: float = 0.0
-    """When it last said something; at first, when it was expected."""
+    """The time of its last message; at first, the time at which it was expected."""
     told_s: float = 0.0
-    """When it last asked something, or was told to wait."""
+    """The time of its last request, or of the last `Wait` to it."""
     asked: Pull | Await | None = None
-    """What it waits for, beside the answer to a push."""
+    """The pending request, beside a push."""
     answered: int = 0
-    """The number of its last push that was answered, and how."""
+    """The number of its last answered push."""
     verdict: Verdict | None = None
     answered_life: int | None = None
-    """In which life it pushed that."""
+    """The life in which it pushed that."""
     accepted: int = 0
-    """How many of its pushes have counted."""
+    """The number of its pushes that have counted."""
     pace: int = 0
-    """The same, for comparing: whoever comes, or comes back, starts from the slowest of the others."""
+    """The number of its pushes for comparison with others: a worker that joins or returns starts from the
+    slowest of the others."""
     samples: int | None = None
-    """In its last push."""
+    """The number of samples in its last push."""
 
     def absent_s(self, policy: Policy) -> float:
-        """When the others stop waiting for it, if it stays silent."""
+        """Return when the others stop waiting for it, if it stays silent."""
         if not self.connected:
             return self.lost_s + (policy.deadline_s if self.life is None else policy.grace_s)
         if policy.mode == "sync" or self.asked is not None:
@@ -172,10 +179,9 @@ class Member(msgspec.Struct):
 
 
 class Rounds:
-    """The machine. Its methods are the events; what they return is to be done in that order.
+    """The state machine. Its methods are the events; the returned effects are to be carried out in order.
 
-    Time never goes back, and every event is followed by a tick at the same time.
-    """
+    Time never goes back, and every event is followed by a tick at the same time."""
 
     def __init__(self, policy: Policy, total: int, *, awaited: Iterable[str] = (), now: float = 0.0) -> None:
         self.policy = policy
@@ -187,20 +193,20 @@ class Rounds:
         """sync: the pushes of this round."""
         self.ended: Done | None = None
         self._since_s = now
-        """Of the last update, then of the end."""
+        """The time of the last update, then of the end."""
         self._first_push_s = now
 
     # Events.
 
     def objection(self, join: Join) -> str:
-        """Why this caller cannot be let in; empty if it can."""
+        """Return why this worker cannot be accepted; empty if it can."""
         member = self.members.get(join.worker)
         if member is None or not member.connected or not member.awaited or member.life in (None, join.life):
             return ""
         return f"a worker called {join.worker} is connected already"
 
     def joined(self, join: Join, now: float) -> list[Effect]:
-        """A worker called, and there is no objection."""
+        """A worker connected, and there is no objection."""
         member = self.members.setdefault(join.worker, Member(awaited=False))
         if member.life != join.life:
             # It starts again and knows nothing of a push that is under way: nobody was told that this counts.
@@ -214,14 +220,14 @@ class Rounds:
         return [*effects, Tell(join.worker, self.ended)] if self.ended else effects
 
     def asked(self, worker: str, question: Pull | Await, now: float) -> list[Effect]:
-        """A worker wants the model, or to be told of the end."""
+        """A worker requested the model, or notification of the end."""
         member = self.members[worker]
         self._heard(member, now)
         member.asked = question
         return list(self._released(worker, member))
 
     def wants(self, worker: str, push: Push) -> bool:
-        """Whether the push's payload has to be looked at: otherwise the answer is known without it."""
+        """Return whether the push's payload is needed: otherwise the answer is known without it."""
         known = push.sequence <= self.members[worker].answered or worker in self.pending
         return not known and not self.ended and self._fresh(push.version)
 
@@ -245,19 +251,18 @@ class Rounds:
         return list(self._counted(Contribution(worker, push.sequence, push.samples, gradient), now))
 
     def left(self, worker: str, now: float) -> list[Effect]:
-        """A worker will push no more; after the end, it has all it wants."""
+        """A worker will push no more; after the end, it has all it requested."""
         member = self.members[worker]
         member.contributes, member.gone = False, self.ended is not None
         return list(self._settled(now))
 
     def lost(self, worker: str, now: float) -> list[Effect]:
-        """A worker's connection is gone. It is expected to call again, for a while."""
+        """A worker's connection is lost. It is expected to reconnect for a while."""
         member = self.members[worker]
         member.connected, member.asked, member.lost_s = False, None, now
         return []
 
     def tick(self, now: float) -> list[Effect]:
-        """Time has passed."""
         for member in self.members.values():
             if now >= member.absent_s(self.policy):
                 member.awaited = False
@@ -271,7 +276,8 @@ class Rounds:
         return effects
 
     def regroup(self, workers: Collection[str]) -> None:
-        """These workers have something to do here, also if they had not before and have not called since; no others."""
+        """Make these workers, and no others, contributors again, even if they had left and have not reconnected
+        since."""
         for name, member in self.members.items():
             member.gone = name not in workers
             member.contributes = not member.gone
@@ -280,7 +286,7 @@ class Rounds:
     # What is to come.
 
     def due_s(self, now: float) -> float:
-        """When the next tick is due, if nothing happens before."""
+        """Return when the next tick is due, if no event happens before."""
         policy = self.policy
         times = [self._since_s + (policy.linger_s if self.ended else policy.patience_s)]
         if self.pending:
@@ -292,14 +298,16 @@ class Rounds:
         return min((time for time in times if time > now), default=now + policy.deadline_s)
 
     def over(self, now: float) -> bool:
-        """Whether the server may go: all is done, and whoever is there or may come back has all it wants."""
+        """Return whether the server may end: training is over, and every worker that is connected or may return has
+        all it requested."""
         if not self.ended:
             return False
         here = any(now < self._expected_s(member) for member in self.members.values() if not member.gone)
         return not here or now >= self._since_s + self.policy.linger_s
 
     def _expected_s(self, member: Member) -> float:
-        """Until when a worker may want something after the end. One that left and hung up wants nothing."""
+        """Return until when a worker may make requests after the end. A worker that left and disconnected makes
+        none."""
         lives = member.connected or member.contributes
         return member.heard_s + self.policy.linger_s if lives else member.absent_s(self.policy)
 
@@ -315,7 +323,7 @@ class Rounds:
         yield from self._settled(now)
 
     def _settled(self, now: float) -> Iterator[Effect]:
-        """Whatever has become possible."""
+        """Yield the effects that have become possible."""
         if self._complete(now):
             for name in self._awaited():
                 self.members[name].awaited = name in self.pending
@@ -330,7 +338,6 @@ class Rounds:
             yield from self._released(name, member)
 
     def _complete(self, now: float) -> bool:
-        """Whether this round ends."""
         possible = sum(member.contributes for member in self.members.values())
         if not self.pending or len(self.pending) < min(self.policy.quorum, possible):
             return False
@@ -364,7 +371,7 @@ class Rounds:
         return Tell(worker, verdict)
 
     def _released(self, name: str, member: Member) -> Iterator[Effect]:
-        """The answer to what a worker asked, if it can be given now."""
+        """Yield the answer to a worker's request, if it can be given now."""
         if isinstance(member.asked, Pull) and (self.ended or not self._ahead(member)):
             yield Give(name, self.version, known=member.asked.version == self.version)
             member.asked = None
@@ -380,7 +387,7 @@ class Rounds:
         member.heard_s = member.told_s = now
 
     def _fresh(self, version: int) -> bool:
-        """Whether a gradient of this version may count now."""
+        """Return whether a gradient of this version may count now."""
         allowed = {"sync": 0, "bounded": self.policy.staleness, "async": self.version}[self.policy.mode]
         return 0 <= self.version - version <= allowed
 

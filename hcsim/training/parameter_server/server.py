@@ -1,15 +1,15 @@
-"""The server: it holds the model, hears its workers, and does what the state machine decides.
+"""The server: it holds the model, receives from its workers, and carries out the effects of the state machine.
 
-Each connection has a task that receives and one that answers, so a slow worker holds up nobody. A caller that has
-not said who it is may send little, within a deadline, and only so many may be at that stage. What a known
-worker announces is compared with the model before a byte is allocated for it.
+Each connection has a task that receives and one that answers, so that a slow worker delays no other. A
+connection that has not identified itself may send little, within a deadline, and the number of such connections
+is limited. The server compares what a known worker announces with the model before it allocates memory for it.
 
-One task handles all events, one after the other, each with its effects: the model, its version and the
-answers given agree between any two.
+One task handles all events, one after the other, each with its effects. So the model, its version and the given
+answers are consistent between any two events.
 
-What it knows of its workers between two updates is what a restarted server needs to go on as if nothing had been.
-Pushes of a round that has not ended are not in it: nobody was told that they count, so their workers send
-them again. Answers are in it: a worker that did not hear its answer asks again and gets the same.
+The server's records of its workers between two updates are sufficient for a restart without a visible effect.
+They lack the pushes of an unfinished round: their workers have no answer yet and send them again. They contain
+the answers: a worker that missed its answer asks again and gets the same one.
 """
 
 from __future__ import annotations
@@ -50,17 +50,17 @@ from hcsim.transport.callers import Callers
 from hcsim.transport.messages import expect
 
 HELLO_TIMEOUT_S = 5.0
-"""Callers that have not said who they are."""
+"""The deadline of connections that have not identified themselves."""
 MAX_WORKERS = 4096
 MAX_UNREAD = 16
-"""Answers that a worker may leave unread: an honest one asks one thing at a time."""
+"""The answers that a worker may leave unread; a correct worker makes one request at a time."""
 MAX_VIOLATIONS = 3
-"""Connections in a row on which a worker breaks the protocol, with no whole push between them: one may be an accident.
-"""
+"""Connections in a row on which a worker may break the protocol, with no whole push between them: one may be an
+accident."""
 
 Event: TypeAlias = Callable[[float], list[Effect]]
 Happening: TypeAlias = tuple[Event, asyncio.Future[None]]
-"""An event, and who waits until its effects are done."""
+"""An event, and a future that is done once its effects are."""
 
 
 class Caller:
@@ -72,20 +72,20 @@ class Caller:
         self.unread: asyncio.Queue[tuple[Answer, Payload | None]] = asyncio.Queue(MAX_UNREAD)
         self.answering = False
         self.objection = ""
-        """Why it is not let in."""
+        """Why the worker is rejected."""
 
 
 class Reception:
-    """Turns what workers say into events, and carries answers to them."""
+    """Turns messages of workers into events, and sends the answers."""
 
     def __init__(self, learner: Learner, gradients: Gradients, rounds: Rounds, *, job: str) -> None:
         self.members_only = False
-        """Whether workers that were not expected are sent away."""
+        """Whether unexpected workers are rejected."""
         self.guests: Collection[str] | None = None
-        """The only workers that may come in. On others the server hangs up, and says nothing: they follow another view,
-        whose server may be at this very address soon, or was."""
+        """The only workers to accept. The server closes other connections without an answer: those workers follow
+        another view, whose server may be at this address soon, or was."""
         self.on_violations: Callable[[str, RemoteProtocolError], None] | None = None
-        """Told of a worker that breaks the protocol again and again, and how."""
+        """Called with a worker that breaks the protocol repeatedly, and the error."""
         self.events: asyncio.Queue[Happening] = asyncio.Queue()
         self._learner = learner
         self._host = learner.host
@@ -101,11 +101,10 @@ class Reception:
         self._strangers = Callers(self._host)
 
     def open(self, listener: Listener) -> None:
-        """Take calls from now on."""
+        """Accept connections from now on."""
         self._start(self._strangers.accept(listener, self._called_by), "accept workers")
 
     async def close(self) -> None:
-        """Hang up on everybody."""
         tasks = tuple(self._tasks)
         for task in tasks:
             task.cancel()
@@ -114,16 +113,16 @@ class Reception:
 
     @property
     def answering(self) -> bool:
-        """Whether answers are still on their way."""
+        """Whether answers are in flight."""
         return any(caller.answering or not caller.unread.empty() for caller in self._callers.values())
 
     def sent_bytes(self, *, without: str = "") -> int:
-        """To all workers, or all but one, headers included."""
+        """Return the bytes sent to all workers, or to all but one, headers included."""
         current = {name: caller.line.sent_bytes for name, caller in self._callers.items()}
         return sum(sent for each in (self._sent_bytes, current) for name, sent in each.items() if name != without)
 
     def tell(self, worker: str, answer: Answer, payload: Payload | None = None) -> None:
-        """Answer a worker, if it is connected. The payload is not to change any more."""
+        """Answer a worker, if it is connected. The payload must not change afterwards."""
         caller = self._callers.get(worker)
         if caller is None:
             return
@@ -133,7 +132,7 @@ class Reception:
             self._start(caller.line.close(), f"hang up on {worker}, who does not listen")
 
     async def _happened(self, event: Event) -> None:
-        """Have an event handled; returns when its effects are done, so that a worker has one at a time."""
+        """Have an event handled; return when its effects are done, so that a worker has one event at a time."""
         handled: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.events.put_nowait((event, handled))
         await handled
@@ -144,7 +143,7 @@ class Reception:
         self._start(self._receive(channel), f"caller {number}")
 
     async def _receive(self, channel: Channel) -> None:
-        """Hear who calls; serve it until the connection ends, or say why not."""
+        """Identify a connecting worker and serve it until the connection ends, or tell it why it is rejected."""
         line = Line(channel, self._host.clock, ANSWERS, QUESTIONS, silence_s=self._rounds.policy.silence_s)
         try:
             try:
@@ -239,7 +238,7 @@ class Reception:
         await self._happened(lambda now: event(now) if self._callers.get(worker) is caller else [])
 
     async def _heard(self, caller: Caller, push: Push) -> tuple[Received | None, str]:
-        """The gradient in a push, if it is wanted and valid; and what is wrong with it."""
+        """Return the gradient in a push, if it is wanted and valid, and what is wrong with it."""
         line, size_bytes = caller.line, push.size_bytes
         if size_bytes > self._gradients.most_bytes:
             raise RemoteProtocolError(f"{line.peer} announced a gradient of {size_bytes} bytes", line.peer)
@@ -266,7 +265,7 @@ class Reception:
 
 
 class Record(msgspec.Struct, frozen=True):
-    """What is remembered of a worker."""
+    """The saved record of a worker."""
 
     answered: int
     verdict: Verdict | None
@@ -277,7 +276,6 @@ class Record(msgspec.Struct, frozen=True):
 
 
 def records(rounds: Rounds) -> dict[str, Record]:
-    """What is remembered of all workers."""
     return {
         name: Record(m.answered, m.verdict, m.accepted, m.samples, m.contributes, m.answered_life)
         for name, m in rounds.members.items()
@@ -285,14 +283,14 @@ def records(rounds: Rounds) -> dict[str, Record]:
 
 
 def recall(workers: Mapping[str, Record], rounds: Rounds, now: float) -> None:
-    """Remember that."""
+    """Restore the records."""
     for name, record in workers.items():
         # As if we had heard it just now: if all is done, it may still want the final model.
         rounds.members[name] = Member(lost_s=now, heard_s=now, **msgspec.structs.asdict(record))
 
 
 SHORTEST_WAIT_S = 1e-6
-"""Below a clock's resolution time would not pass."""
+"""A shorter wait may be below a clock's resolution, so that time would not pass."""
 
 
 class Server:
@@ -310,22 +308,22 @@ class Server:
         self.rounds = rounds
         self.reception = Reception(learner, gradients, rounds, job=job)
         self.before_telling: Callable[[list[Received]], Awaitable[None]] | None = None
-        """Called after every update, before anybody is told of it, with what it was made of; the averaged gradients are
-        still in place. What it saves then is never taken back."""
+        """Called after every update, before any worker is told of it, with the pushes that it was made of; the
+        averaged gradients are still in place. A state saved in this call is final."""
         self.has_successor = False
-        """Whether another server goes on from our state when we give up: workers are told nothing then, and ask that
-        one."""
+        """Whether another server goes on from this one's state if this one gives up: then workers are told nothing,
+        and ask the other one."""
         self._stopping = False
         self._learner = learner
         self._host = learner.host
         self._update = update
         """Applies the gradients in place as the update of that number (from 0), with a share of its learning rate."""
         self._snapshot: Payload | None = None
-        """The model as it is sent: it stays as it is while it is under way."""
+        """The model as it is sent; it does not change while it is in flight."""
         rounds.history = self._host.rng("parameter server", "history", repr(self._now())).getrandbits(62)
 
     async def run(self, listener: Listener) -> Done:
-        """Serve until training is over and everybody knows. A failure is told to all who depend on us, and raised."""
+        """Serve until training is over and all workers know. A failure is sent to all dependent workers, and raised."""
         self.reception.open(listener)
         try:
             ended = await self._decide()
@@ -362,7 +360,7 @@ class Server:
                 return Done(self.rounds.version)
 
     def _now(self) -> float:
-        """Whoever sets our clock sets nobody's deadline."""
+        """Return the server's own elapsed time, which changes of the wall clock do not affect."""
         return self._host.clock.elapsed()
 
     async def _do(self, effects: list[Effect]) -> None:

@@ -1,24 +1,24 @@
-"""A parameter server for a group of ranks: the first one's machine has the server, and every rank has a worker.
+"""A parameter server on a group of ranks: the server is on the first rank's machine, and every rank has a worker.
 
-A `Participant` is one member of the group: its worker, what that works on and what is noted of it, and the server. The
-group's ranks may be fixed: then it starts from nothing and stays what it is to the end, and the group serves only to
-tell where the server listens; afterwards ranks may be lost. Where members come and go
-(`hcsim.training.elastic.served`), it begins every view from the version that the last one came to, and its worker only
-calls another server. The rounds are the same.
+A `Participant` is one member of the group: its worker, the learner and run of the worker, and the server. If
+the group's ranks are fixed, it starts from nothing and works to the end. The group then serves only to
+distribute the server's address; afterwards ranks may be lost. If members come and go
+(`hcsim.training.elastic.served`), it begins every view from the version that the last one reached, and its
+worker only connects to another server. The rounds are the same.
 
-In sync mode a round is a step, with the batches that data parallelism would use: the result is that of one process
-with the joined batch. Otherwise a step is as many pushes as there are ranks, and each worker goes through a shard of
-its own.
+In sync mode a round is a step, with the batches that data parallelism would use: the result is that of one
+process with the joined batch. Otherwise a step is as many pushes as there are ranks, and each worker goes
+through a shard of its own.
 
-The worker beside the server speaks to it as the others do, over its machine's own loopback. That crosses no network, so
-it is not counted in the bytes sent.
+The worker beside the server connects over its machine's loopback. That crosses no network, so it is not counted
+in the bytes sent.
 
-Left to itself, the server listens at a free port of its machine's address in the group. With `server` and `listen` it
-may stand behind a tunnel or a reverse proxy: workers call `server`, and what comes there is led to `listen`. The worker
-beside the server calls it directly.
+By default, the server listens on a free port of its machine's address in the group. With `server` and `listen`
+it may be behind a tunnel or a reverse proxy: workers connect to `server`, and the tunnel leads to `listen`. The
+worker beside the server connects to it directly.
 
-A tunnel takes calls from anybody. In a cluster, members prove on every channel who they are. Fixed ranks are told the
-job's name over their group, with a number in it that nobody else knows; without it the server lets nobody in.
+A tunnel accepts connections from any host. In a cluster, members authenticate on every channel. Fixed ranks get
+the job's name over their group, with a secret number in it; the server rejects workers without it.
 """
 
 from __future__ import annotations
@@ -48,74 +48,72 @@ from hcsim.training.task import Indices
 
 
 class Start(NamedTuple):
-    """Where a view begins; fixed ranks begin with nothing."""
+    """Where a view begins; fixed ranks begin with the defaults."""
 
     version: int = 0
     position: int = 0
-    """How many samples were dealt out before this version; of no meaning in modes where each has its own."""
+    """The number of samples dealt out before this version; meaningless in modes where each worker has its own."""
     step: int = 0
-    """This version's."""
+    """The step of this version."""
 
 
 def policy_of(chosen: Policy, settings: Training) -> Policy:
-    """What was chosen, within the time limit of the settings."""
+    """Return the chosen policy, with the time limit of the settings applied."""
     timeout_s = settings.timeout_s
     return replace(chosen, patience_s=timeout_s, deadline_s=min(chosen.deadline_s, timeout_s / 2))
 
 
 def beside_server(learner: Learner, seed: int) -> Learner:
-    """For the worker on the server's machine: the server has the learner, and the worker computes with a replica of
-    its own."""
+    """Return the learner of the worker on the server's machine: a replica of its own, as the server has `learner`."""
     beside = copy(learner)
     beside.replica = learner.task.replica(seed, learner.host.device.torch_name)
     return beside
 
 
 class Participant:
-    """Works, and serves where it is its turn."""
+    """A member of the group: a worker and, if it is its turn, the server."""
 
     def __init__(self, learner: Learner, gradients: Gradients, policy: Policy) -> None:
-        """The learner is the worker's."""
+        """`learner` is the worker's."""
         self.learner = learner
         self.gradients = gradients
         self.policy = policy
         self.run: Run | None = None
-        """From the first view on."""
+        """Set from the first view on."""
         self.start = Start()
-        """Of this view."""
+        """Where this view began."""
         self.lr = 0.0
-        """Of the last update that a server of ours has made."""
+        """The learning rate of the last update made by a server of this participant."""
         self._per_step = 1
         """Updates in a step."""
         self._worker: Worker | None = None
         self._task: asyncio.Task[Done | None] | None = None
-        """The worker's, where it outlives a view."""
+        """The worker's task, which outlives a view."""
         self._noted = 0
         self._loss = float("nan")
         self._server: Server | None = None
-        """Ours, in this view."""
+        """This participant's server in this view, if any."""
         self._served_bytes = 0
-        """Sent by servers that we were, less what our worker sent to them."""
+        """Bytes sent by earlier servers of this participant, without those to its own worker."""
         self._before_serving = 0
 
     def hire(self, name: str, job: str) -> Worker:
-        """The worker, for all views."""
+        """Create the worker for all views."""
         self._worker = Worker(self.learner, self.gradients, self.policy, name=name, job=job)
         return self._worker
 
     @property
     def worker(self) -> Worker:
-        """Once it is hired."""
         assert self._worker is not None
         return self._worker
 
     def begin(self, run: Run, start: Start) -> None:
-        """A view begins: go on with its ranks; its server is told of later."""
+        """Begin a view with its ranks; the address of its server follows later."""
         self.run, self.start = run, start
         self._per_step = 1 if self.policy.mode == "sync" else run.group.size
 
     def open_server(self, learner: Learner, names: Iterable[str], version: int, *, job: str) -> Server:
-        """The server, on this machine and with this learner's model: it goes on from this version, with workers of
+        """Create the server on this machine, with this learner's model. It goes on from `version`, with workers of
         these names."""
         assert self.run is not None
         total = version + (self.run.settings.steps - self.start.step) * self._per_step
@@ -132,7 +130,7 @@ class Participant:
         await self.run.update(step, share)
 
     def close_server(self) -> None:
-        """Our machine has it no more."""
+        """Forget the server, which this machine no longer has, and keep its count of bytes."""
         if self._server is not None:
             self._served_bytes += self._sent_by(self._server)
             self._server = None
@@ -144,42 +142,41 @@ class Participant:
         return await self.worker.run(address, self._batch, self._counted)
 
     async def call(self, address: str) -> None:
-        """Go on with the server that is there, in the background; empty: there is none for now."""
+        """Go on with the server at that address, in the background; an empty address means that there is none for
+        now."""
         await self.worker.redirect(address)
         if address and (self._task is None or self.gave_up):
             self._task = self.learner.host.spawn(self.work(address), name="worker")
 
     @property
     def ended(self) -> bool:
-        """Whether it works no more."""
         return self._task is not None and self._task.done()
 
     def result(self) -> Done | None:
-        """How it ended; None: it has retired, with nothing owed."""
+        """Return how the worker ended; None if it has retired with no residual."""
         assert self._task is not None
         return self._task.result()
 
     @property
     def done(self) -> Done | None:
-        """The end that it has come to, with the final model; None: it has not."""
+        """The end of training, once the worker has the final model; otherwise None."""
         task = self._task
         return task.result() if task is not None and task.done() and task.exception() is None else None
 
     @property
     def gave_up(self) -> DeadlineExceeded | GradientsRefused | None:
-        """Why, if its server was out of reach or one of the two is not well: it begins anew with the next one that it
-        is told of."""
+        """The error, if the worker could not reach its server or its gradients were rejected. The worker starts
+        again with the next server."""
         error = self._task.exception() if self._task is not None and self._task.done() else None
         return error if isinstance(error, DeadlineExceeded | GradientsRefused) else None
 
     def pull_again(self) -> None:
-        """The model that it came to the end with is not the server's: it begins anew with the next one's."""
+        """Discard the final model, which differs from the server's. The worker starts again with the next server."""
         assert self.ended
         self._task = None
         self.worker.version, self.worker.done = UNKNOWN, None
 
     async def close(self) -> None:
-        """End the worker."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -194,11 +191,11 @@ class Participant:
     # Versions and steps.
 
     def step_of(self, version: int) -> int:
-        """How many steps lead to this version."""
+        """Return the number of steps that lead to this version."""
         return self.start.step + (version - self.start.version) // self._per_step
 
     def start_at(self, version: int, since: Start) -> Start:
-        """Where the next view begins, if it goes on from this version of a view that began `since`."""
+        """Return where the next view begins, if it goes on from this version of a view that began `since`."""
         position = since.position
         if version != since.version and self.run is not None and self.policy.mode == "sync":
             position = self.run.batches.position(version)
@@ -220,7 +217,7 @@ class Participant:
             await self.run.note(step, self._loss)
 
     def count_bytes(self) -> None:
-        """What crosses the network."""
+        """Update the run's count of bytes sent over the network."""
         assert self.run is not None
         serving = self._sent_by(self._server) if self._server is not None else 0
         self.run.other_sent_bytes = self._served_bytes + serving + self._sent_by_worker
@@ -236,11 +233,11 @@ class Participant:
 
 _EVERYWHERE = ("0.0.0.0", "::")
 _CARRIERS = {"wss": "ws"}
-"""With and without TLS it is the same carrier: the tunnel may take it off."""
+"""Schemes with and without TLS use the same carrier: the tunnel may terminate TLS."""
 
 
 def check_place(settings: Training, *, has_server: bool) -> None:
-    """Refuse a place where no server can be, or that nobody can call."""
+    """Reject settings that place the server where it cannot be, or where no worker can connect."""
     server, listen = settings.server, settings.listen
     if server is None and listen is None:
         return
@@ -267,12 +264,11 @@ def check_place(settings: Training, *, has_server: bool) -> None:
 
 
 def address_of(settings: Training, first: str, port: int) -> str:
-    """Where workers call a server on the first member's machine, which took that port."""
+    """Return where workers connect to a server on the first member's machine, which listens on that port."""
     return settings.server or address_at(hosts_of(first)[0], port)
 
 
 async def listen(host: Host, settings: Training, first: str) -> tuple[Listener, int]:
-    """Listen as the first member; and the port that was taken."""
     listener = await host.listen(settings.listen or address_at(hosts_of(first)[0], 0))
     return listener, parse(listener.address).port
 
@@ -289,10 +285,10 @@ def _carrier(target: Target) -> str:
 
 
 async def train(run: Run, policy: Policy) -> None:
-    """Train with fixed ranks, of which none comes or goes: in the end all hold the server's model.
+    """Train with fixed ranks: none joins or leaves, and in the end all hold the server's model.
 
-    In a cluster the members of a view compare and hand over what they hold before it begins, and look whether it has
-    ended while they work (`hcsim.training.elastic.served`). Ranks that were started together need neither."""
+    In a cluster the members of a view compare and hand over their states before it begins, and check whether it
+    has ended while they work (`hcsim.training.elastic.served`). Fixed ranks need neither."""
     group, settings, learner = run.group, run.settings, run.learner
     serves = group.rank == 0
     names = [f"{rank:05d}" for rank in range(group.size)]
@@ -326,13 +322,14 @@ def _job(run: Run, *secret: int) -> str:
 
 
 def _drawn(run: Run) -> tuple[int, int]:
-    """What only the group's ranks know."""
+    """Draw numbers that only the group's ranks know."""
     draw = run.group.host.rng("parameter server", "secret", run.group.epoch)
     return draw.getrandbits(63), draw.getrandbits(63)
 
 
 class _Serving:
-    """A server that outlives its machine's worker, for the others' sake, but not a group that never met."""
+    """Keeps a server running after its machine's worker has ended, for the other workers. Cancels it if the group
+    fails or the task is cancelled."""
 
     def __init__(self, task: asyncio.Task[Done]) -> None:
         self._task = task

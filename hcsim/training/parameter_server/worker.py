@@ -1,8 +1,8 @@
-"""A worker: pulls the model, computes a gradient, pushes it, and so on until it is told that training is over.
+"""A worker: it pulls the model, computes a gradient and pushes it, until training is over.
 
-Whatever the network loses is asked again, on a new connection: a question has the same answer however often
-it is asked, and a push counts once. Every wait has an end. A call that nobody answers is repeated with
-growing pauses for at most `patience_s`; on a connection nothing may be silent for longer than the policy allows.
+The worker repeats lost requests on a new connection: a request has the same answer however often it is
+repeated, and a push counts once. Every wait is bounded. Connecting is retried with growing pauses for at most
+`patience_s`; a connection may not be silent for longer than the policy allows.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ from hcsim.training.task import Indices
 FIRST_BACKOFF_S = 0.05
 LAST_BACKOFF_S = 1.0
 MAX_ATTEMPTS = 10
-"""At one question: a server that hangs up on it every time will not answer it."""
+"""Attempts at one request: a server that closes the connection every time will not answer it."""
 MAX_REFUSALS = 3
-"""In a row: a worker whose gradients are not valid does not get better by itself."""
+"""Refusals in a row: invalid gradients are a persistent fault."""
 MAX_SPOILED = 4
-"""Gradients in a row that cannot be sent: a machine's mishaps may follow each other, and a model that has diverged
-gives the same each time."""
+"""Gradients in a row that cannot be encoded: faults of a machine may follow each other, while a model that has
+diverged gives the same each time."""
 
 
 class Worker:
@@ -67,14 +67,14 @@ class Worker:
     def __init__(self, learner: Learner, gradients: Gradients, policy: Policy, *, name: str, job: str) -> None:
         self.name = name
         self.version = UNKNOWN
-        """Of the model that is in place."""
+        """The version of the model in place."""
         self.accepted = 0
-        """How many of our pushes have counted."""
+        """The number of this worker's pushes that have counted."""
         self.done: Done | None = None
         self.retiring = False
-        """Once it is set, we leave after the push that is under way; or after one more, if we owe anything."""
+        """Once it is set, the worker leaves after the push in flight, or after one more if it has a residual."""
         self.reachable = asyncio.Event()
-        """Whether there is a server to call; see `redirect`."""
+        """Set while there is a server to connect to; see `redirect`."""
         self.reachable.set()
         self.connect_timeout_s = policy.patience_s
         self.learner = learner
@@ -85,12 +85,12 @@ class Worker:
         self._join = Join(job, name, self._draw.getrandbits(62), learner.task.fingerprint)
         self._sequence = 0
         self._under_way: int | None = None
-        """The version that the push is of which has no answer yet."""
+        """The version of the push that has no answer yet."""
         self._history = 0
         self._address = ""
         self._line: Line[Question, Answer] | None = None
         self._failures: list[Exception] = []
-        """Of this server to answer our question."""
+        """Failures of the present server to answer the current request."""
         self._sent_bytes = 0
 
     async def run(
@@ -99,11 +99,10 @@ class Worker:
         batch: Callable[[int, int], Indices | None],
         counted: Callable[[int, float], Awaitable[None]],
     ) -> Done | None:
-        """Work for the server at that address, to the end; None: we have retired before it.
+        """Work for the server at that address, to the end; return None if the worker has retired before.
 
-        `batch` gives the samples for a version and a number of accepted pushes, None when there are no
-        more; `counted` is told the version that each of our pushes led to, and its loss.
-        """
+        `batch` returns the samples for a version and a number of accepted pushes, or None when there are no more.
+        `counted` is called with the version that each accepted push led to, and its loss."""
         self._address = self._address or address
         try:
             done = await self._work(batch, counted)
@@ -120,7 +119,8 @@ class Worker:
         return done
 
     async def redirect(self, address: str) -> None:
-        """From now on the server is there; empty: there is none, and we wait until there is one."""
+        """Use the server at that address from now on; an empty address means that there is none, and the worker
+        waits."""
         self._address = address
         self._failures.clear()
         if address:
@@ -178,9 +178,9 @@ class Worker:
             await self._ask(lambda: Pull(self.version))
 
     async def _push(self, samples: int, owing: Feedback | None) -> Answer:
-        """What became of the gradients in place, and with them, if we are `owing`, all that we owe.
+        """Push the gradients in place, and with `owing` the whole residual; return the answer.
 
-        What they did not carry over is kept only if they counted."""
+        The new residual is kept only if the push counted."""
         compressor, version, gradients = self.gradients.compressor, self.version, self.learner.replica.gradients
         pack = partial(self.gradients.pack, gradients, samples, version)
         if owing is not None:
@@ -205,7 +205,7 @@ class Worker:
         return verdict
 
     def state(self, verdict: Verdict | None) -> State:
-        """What our compressor remembers, once this is the answer to our last push: we may not have heard it yet."""
+        """Return the compressor's state, given the server's answer to the last push, which may not have arrived yet."""
         if isinstance(verdict, Accepted) and verdict.sequence == self._sequence and self._under_way is not None:
             self.gradients.compressor.commit(self._under_way)
         return self.gradients.compressor.state()
@@ -213,9 +213,10 @@ class Worker:
     # Asking, until there is an answer.
 
     async def _ask(self, question: Callable[[], Question], payload: Payload | None = None) -> Answer:
-        """The answer. The question is put anew at every attempt: what we have may have changed with the connection.
+        """Return the answer to a request. The request is built anew at every attempt: the worker's state may have
+        changed with the connection.
 
-        Of several failures the reason is that this server broke the protocol, if it did."""
+        Of several failures, a protocol violation by this server is the reported reason."""
         self._failures.clear()
         while len(self._failures) < MAX_ATTEMPTS:
             line = self._line or await self._call()
@@ -256,7 +257,7 @@ class Worker:
                     raise RemoteProtocolError(f"{line.peer} answered {question} with {heard}", line.peer)
 
     async def _take(self, line: Line[Question, Answer], model: Model) -> None:
-        """Receive the model straight into place."""
+        """Receive the model in place."""
         parameters = self.learner.replica.parameters
         if model.size_bytes not in (0, parameters.nbytes) or (not model.size_bytes and model.version != self.version):
             raise RemoteProtocolError(f"{line.peer} sent {model} for a model of {parameters.nbytes} bytes", line.peer)
@@ -267,7 +268,7 @@ class Worker:
         self.version = model.version
 
     async def _call(self) -> Line[Question, Answer]:
-        """Connect and introduce ourselves, again and again until our patience ends."""
+        """Connect and join, with retries until the policy's patience ends."""
         await self.reachable.wait()
         called, failure = self._address, next(reversed(self._failures), None)
         try:
@@ -320,7 +321,7 @@ class Worker:
         return heard
 
     async def _leave(self, why: str) -> None:
-        """Say so, if somebody is there to hear it; otherwise the end of the connection says it."""
+        """Send `Leave` if connected; otherwise the end of the connection tells the server."""
         if self._line is not None:
             with suppress(ChannelError, DeadlineExceeded):
                 await self._line.send(Leave(why))

@@ -1,4 +1,4 @@
-"""The tasks there are, by name. A task's module, and torch with it, is imported when the task is asked for."""
+"""The tasks by name. A task's module, and torch with it, is imported when the task is requested."""
 
 from __future__ import annotations
 
@@ -58,5 +58,5 @@ TASKS: Registry[Callable[[], Task]] = Registry(
 
 @cache
 def task(name: str) -> Task:
-    """The task of that name. Ranks of one process share it, and with it the data."""
+    """Return the task of that name. Ranks of one process share it and its data."""
     return TASKS.named(name)()

@@ -1,14 +1,14 @@
-"""Tasks whose result is known: ridge regression, and sums of gradients.
+"""Tasks with a known result: ridge regression, and sums of gradients.
 
-Ridge regression is a strongly convex problem whose optimum is known. Several outputs are predicted linearly from
-features; the loss is half the mean squared error, summed over the outputs, plus half the ridge times the squared norm
-of all weights. The weights W are in blocks of features. With H = XᵀX / n + ridge and the optimum W* = H⁻¹ XᵀY / n,
-solved in double precision, the loss is exactly L(W*) + ½ tr((W − W*)ᵀ H (W − W*)), so that the distance from the
-optimum is not lost in rounding.
+Ridge regression is strongly convex, and its optimum is known. Several outputs are predicted linearly from
+features; the loss is half the mean squared error, summed over the outputs, plus half the ridge times the
+squared norm of all weights. The weights W are in blocks of features. With H = XᵀX / n + ridge and the optimum
+W* = H⁻¹ XᵀY / n, solved in double precision, the loss is exactly L(W*) + ½ tr((W − W*)ᵀ H (W − W*)), so that
+the distance from the optimum is not lost in rounding.
 
-The gradients of `Slopes` do not depend on the model, so that what was learned can be added up by hand. The loss of
-sample i is cᵢ·θ, so the gradient of a batch is the mean of its c, whatever the parameters are. A step that was lost,
-or that counted twice, is then missing from the sum, or is in it twice, however long ago it was.
+The gradients of `Slopes` do not depend on the model, so that the learned result can be added up by hand. The
+loss of sample i is cᵢ·θ, so the gradient of a batch is the mean of its c, whatever the parameters are. A lost
+step is missing from the sum, and a step that counted twice is in it twice, however long ago it was.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ OUTPUTS = 16
 RIDGE = 0.001
 NOISE = 0.1
 DATA_SEED = 0
-"""The data is the same in every run, whatever its seed."""
+"""The data are the same in every run, whatever its seed."""
 
 
 class Convex:
-    """The task. Its score is of the training data: there the optimum is known."""
+    """Ridge regression. The score is over the training data, whose optimum is known."""
 
     name = "convex"
     phantom = False
@@ -56,7 +56,7 @@ class Convex:
               4.0 * (features + 2 * OUTPUTS))
         for number, features in enumerate(FEATURES)
     )  # fmt: skip
-    """Weights of groups of features; each reads its features and adds to the outputs."""
+    """Weights of groups of features; each block reads its features and adds to the outputs."""
 
     def __init__(self) -> None:
         self.x, self.y = _data()
@@ -69,19 +69,18 @@ class Convex:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Of the data and the shapes."""
         about = repr((self.name, RIDGE, [block.shapes for block in self.blocks]))
         return hashlib.sha256(about.encode() + self.x.tobytes() + self.y.tobytes()).hexdigest()
 
     def replica(self, seed: int, device: str = "cpu") -> ConvexReplica:
-        """A fresh model; it is so small that it stays on the host, whatever the device."""
+        """Return a fresh model; it is so small that it stays on the host, whatever the device."""
         replica = ConvexReplica(self.x, self.y, Layout.of([block.shapes for block in self.blocks]))
         drawn = generator(seed, "parameters").standard_normal(replica.layout.length, np.float32)
         replica.parameters[:] = drawn / np.float32(sum(FEATURES) ** 0.5)
         return replica
 
     def score(self, parameters: Flat) -> Score:
-        """The loss over all training data, and how far it is from the least."""
+        """Return the loss over all training data, and its distance from the minimum."""
         if isinstance(parameters, Phantom):
             raise UsageError("convex is scored with its parameters, not with their phantom")
         weights = _by_block(parameters, Layout.of([block.shapes for block in self.blocks]))
@@ -103,7 +102,7 @@ class ConvexReplica:
         self._kept: tuple[Array, Array] | None = None
 
     def forward(self, batch: Indices) -> float:
-        """The mean loss over the batch, ridge included; keeps the batch's features and what is wrong with the sums."""
+        """Return the mean loss over the batch, ridge included; keep the batch's features and the output errors."""
         self._kept = None
         if len(batch) == 0:
             return 0.0
@@ -117,7 +116,7 @@ class ConvexReplica:
         return error + 0.5 * RIDGE * float(np.square(self.parameters).sum())
 
     def backward(self, block: int) -> None:
-        """Add the slopes of one group of features."""
+        """Add the gradients of one group of features."""
         if self._kept is None:
             return  # the batch was empty
         features, wrong = self._kept
@@ -130,9 +129,9 @@ def _by_block(flat: Array, layout: Layout) -> list[Array]:
 
 
 def _data() -> tuple[Array, Array]:
-    """Features of unlike scales, from 1 down to 1/5, so that some directions are learned slowly.
+    """Draw features with scales from 1 down to 1/5, so that some directions are learned slowly.
 
-    Only by operations that every processor rounds alike, in a fixed order: unlike machines hold the same data."""
+    All operations are rounded alike by every processor, in a fixed order: different machines hold the same data."""
     drawn = generator(DATA_SEED, "convex")
     features = sum(FEATURES)
     shrink: Array = np.linspace(1, 5, features).astype(np.float32)
@@ -145,7 +144,8 @@ def _data() -> tuple[Array, Array]:
 
 
 def _nearly_normal(drawn: np.random.Generator, rows: int, columns: int) -> Array:
-    """Sums of twelve whole numbers below 2¹³, less their mean, by nearly their deviation; nothing is rounded."""
+    """Draw sums of twelve integers below 2¹³, minus their mean, divided by approximately their standard deviation;
+    nothing is rounded."""
     whole = drawn.integers(2**13, size=(12, rows, columns)).sum(axis=0) - 6 * (2**13 - 1)
     normal: Array = (whole / 2**13).astype(np.float32)
     return normal
@@ -159,7 +159,7 @@ _LAYOUT = Layout.of(_SHAPES)
 
 @cache
 def _slopes() -> Array:
-    """By sample."""
+    """Return the gradient of each sample."""
     return generator(3, "slopes").standard_normal((SLOPES_SAMPLES, _LAYOUT.length), np.float32)
 
 
@@ -174,20 +174,18 @@ class Slopes:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Of the data."""
         return hashlib.sha256(_slopes().tobytes()).hexdigest()
 
     def replica(self, seed: int, device: str = "cpu") -> SlopesReplica:
-        """A model of zeros."""
+        """Return a model of zeros."""
         return SlopesReplica()
 
     def score(self, parameters: Flat) -> Score | None:
-        """There is nothing to be good at."""
         return None
 
 
 class SlopesReplica:
-    """One member's copy."""
+    """One rank's copy of the parameters."""
 
     layout = _LAYOUT
 
@@ -197,19 +195,18 @@ class SlopesReplica:
         self._batch: Indices = np.zeros(0, np.int64)
 
     def forward(self, batch: Indices) -> float:
-        """The mean loss."""
         self._batch = batch
         with np.errstate(over="ignore", invalid="ignore"):  # of a model that has diverged
             return float((_slopes()[batch] @ self.parameters).mean())
 
     def backward(self, block: int) -> None:
-        """Add the slopes of one block."""
+        """Add the gradients of one block."""
         for tensor in _LAYOUT.blocks[block]:
             self.gradients[tensor.span] += _slopes()[self._batch][:, tensor.span].mean(axis=0)
 
 
 def expected_slopes(seed: int, sizes: Sequence[int]) -> npt.NDArray[np.float64]:
-    """The parameters after steps over global batches of these sizes."""
+    """Return the parameters after steps over global batches of these sizes."""
     order = Batches(SLOPES_SAMPLES, [SLOPES_SAMPLES], seed).batch(0, 0)
     ends = np.cumsum([0, *sizes])
     parts = [_slopes()[order[lo:hi]].astype(np.float64).mean(axis=0) for lo, hi in pairwise(ends)]

@@ -1,11 +1,11 @@
-"""Well-known models by their shapes: what they hold, compute and move, without any data.
+"""Well-known models by their shapes: their size, FLOPs and memory traffic, without any data.
 
 FLOPs are of the forward pass for one sample (an image, or a text as long as the context): two for each
-multiply-add of the convolutions and matrix products, attention included and counted in full, as
-customary, although half of a causal one is masked. Bytes are of float32 activations: each result is written
-once and read once. Attention is taken as fused: its scores never reach memory.
+multiply-add of the convolutions and matrix products. Attention is included and counted in full, as customary,
+although half of a causal one is masked. Bytes are of float32 activations: each result is written once and read
+once. Attention is assumed to be fused: its scores never reach memory.
 
-A task of shapes alone is for timing: it costs what the model would, and learns nothing.
+A task of shapes is for timing: it costs what the model would, and learns nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from hcsim.training.task import Block, Defaults, Flat, Indices
 
 
 class PhantomTask(msgspec.Struct, frozen=True):
-    """A model by its blocks."""
+    """A model given by its blocks."""
 
     name: str
     blocks: tuple[Block, ...]
@@ -32,24 +32,21 @@ class PhantomTask(msgspec.Struct, frozen=True):
 
     @property
     def phantom(self) -> bool:
-        """There is no data."""
         return True
 
     @property
     def fingerprint(self) -> str:
-        """Of what it costs."""
+        """A digest of the costs."""
         return hashlib.sha256(repr((self.name, self.blocks)).encode()).hexdigest()
 
     def replica(self, seed: int, device: str = "cpu") -> PhantomReplica:
-        """All replicas are alike."""
         return PhantomReplica(Layout.of([block.shapes for block in self.blocks]))
 
-    def score(self, parameters: Flat) -> None:
-        """There is nothing to score."""
+    def score(self, parameters: Flat) -> None: ...
 
 
 class PhantomReplica:
-    """Sizes without values."""
+    """A replica with sizes and no values."""
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
@@ -57,11 +54,9 @@ class PhantomReplica:
         self.gradients = Phantom(layout.size_bytes, FLOAT_BYTES)
 
     def forward(self, batch: Indices) -> float:
-        """There is no loss."""
         return float("nan")
 
-    def backward(self, block: int) -> None:
-        """There is nothing to put anywhere."""
+    def backward(self, block: int) -> None: ...
 
 
 Shapes: TypeAlias = tuple[tuple[str, tuple[int, ...]], ...]
@@ -71,14 +66,14 @@ WRITTEN_AND_READ = 2 * FLOAT_BYTES
 
 
 class _Conv(msgspec.Struct, frozen=True):
-    """A square convolution without bias, and the batch normalisation behind it."""
+    """A square convolution without bias, followed by batch normalisation."""
 
     name: str
     inputs: int
     outputs: int
     kernel: int
     side: int
-    """Of its result, in pixels."""
+    """The side of its result, in pixels."""
     activated: bool = True
 
     def shapes(self) -> Shapes:
@@ -94,15 +89,14 @@ class _Conv(msgspec.Struct, frozen=True):
         return 2.0 * self.inputs * self.outputs * self.kernel**2 * self.side**2
 
     def written(self) -> int:
-        """Elements: by the convolution, the normalisation, and the activation."""
+        """Elements written by the convolution, the normalisation, and the activation."""
         return (3 if self.activated else 2) * self.outputs * self.side**2
 
 
 def resnet50() -> PhantomTask:
     """ResNet-50 on ImageNet, 224 × 224 (He et al., https://arxiv.org/abs/1512.03385).
 
-    As torchvision has it (v1.5): in a bottleneck that halves the image, the 3 × 3 convolution has the stride.
-    """
+    As in torchvision (v1.5): in a bottleneck that halves the image, the 3 × 3 convolution has the stride."""
     pooled = 64 * 56**2
     blocks = [_convolutions("stem", [_Conv("stem", 3, 64, 7, 112)], pooled)]
     channels = 64
@@ -138,17 +132,17 @@ def _convolutions(name: str, convolutions: list[_Conv], further_written: int) ->
 
 
 class _Transformer(msgspec.Struct, frozen=True):
-    """A decoder whose output matrix is its embedding's, or one of its own."""
+    """A decoder whose output matrix is tied to its embedding or separate."""
 
     layers: int
     width: int
     vocabulary: int
     context: int
     kv_width: int
-    """Of keys and of values; less than the width where heads share them."""
+    """The width of keys and of values; less than the model's width if heads share them."""
     hidden: int
     gated: bool
-    """Llama's kind: a gated feed-forward, RMS norms, rotary positions, no biases. Otherwise GPT-2's."""
+    """Llama's variant: a gated feed-forward, RMS norms, rotary positions, no biases. Otherwise GPT-2's."""
     tied: bool
 
     def blocks(self) -> tuple[Block, ...]:
@@ -198,7 +192,7 @@ class _Transformer(msgspec.Struct, frozen=True):
         return (weight,) if self.gated else (weight, (f"{name}.bias", (self.width,)))
 
     def _moved(self, written: int) -> float:
-        """Bytes, for so many elements at each place of the context."""
+        """Return the bytes moved for `written` elements at each position of the context."""
         return float(WRITTEN_AND_READ * self.context * written)
 
 

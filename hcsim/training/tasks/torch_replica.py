@@ -1,10 +1,10 @@
 """A model of torch modules, one per block, over flat arrays.
 
-Every parameter is a view of one flat array and every gradient a view of another, so that what a strategy
-reduces or sends is what autograd wrote and what the next forward pass reads, without a copy.
+Every parameter is a view of one flat array and every gradient a view of another. So a strategy reduces or sends
+what autograd wrote, and the next forward pass reads the result, without a copy.
 
-The blocks are cut apart where they meet: each starts from the detached result of the one before. The backward
-pass through a block starts from the gradient that the next block left at the cut. That is what
+The blocks are cut apart at their boundaries: each starts from the detached result of the previous one. The
+backward pass through a block starts from the gradient that the next block left at the cut. That is what
 autograd would compute for the whole, in the same order, hence to the same bits.
 """
 
@@ -29,7 +29,7 @@ Array = npt.NDArray[np.float32]
 
 
 class Memory:
-    """The flat arrays, for a device that computes in the host's own memory."""
+    """The flat arrays, for a device that computes in the host's memory."""
 
     def __init__(self, length: int) -> None:
         self.parameters: Array = np.zeros(length, np.float32)
@@ -39,14 +39,14 @@ class Memory:
         self.device_gradients = torch.from_numpy(self.gradients)
 
     def before_forward(self) -> None:
-        """Let the device have the parameters as they are now."""
+        """Make the present parameters visible to the device."""
 
     def after_backward(self, span: slice) -> None:
-        """Let the host have the gradients that the device wrote in this range."""
+        """Make the gradients that the device wrote in this range visible to the host."""
 
 
 class MirroredMemory(Memory):
-    """The flat arrays on the host, and their mirror on a device with memory of its own."""
+    """The flat arrays on the host, and their mirror on a device with its own memory."""
 
     def __init__(self, length: int, device: torch.device) -> None:
         super().__init__(length)
@@ -56,22 +56,21 @@ class MirroredMemory(Memory):
         self.device_gradients = torch.zeros(length, device=device)
 
     def before_forward(self) -> None:
-        """Copy them all: the optimizer has changed them all."""
+        """Copy all parameters: the optimizer has changed them all."""
         self.device_parameters.copy_(self._host_parameters)
 
     def after_backward(self, span: slice) -> None:
-        """Add what is new to what the host has; the mirror starts from zero again."""
+        """Add the new gradients to the host's, and set the mirror to zero."""
         self.gradients[span] += self.device_gradients[span].cpu().numpy()
         self.device_gradients[span].zero_()
 
 
 def memory_on(device: str, length: int) -> Memory:
-    """The arrays for a device, by torch's name for it."""
     return Memory(length) if device == "cpu" else MirroredMemory(length, torch.device(device))
 
 
 class TorchReplica:
-    """One rank's copy of the model. The data is shared, and stays on the host."""
+    """One rank's copy of the model. The data are shared, and stay on the host."""
 
     def __init__(
         self, modules: Sequence[nn.Module], loss: Loss, data: tuple[torch.Tensor, torch.Tensor], memory: Memory
@@ -83,15 +82,14 @@ class TorchReplica:
         self._inputs, self._targets = data
         self._memory = memory
         self._entering: list[torch.Tensor] = []
-        """What goes into each block, cut off from the block before."""
+        """The input of each block, detached from the previous block."""
         self._leaving: list[torch.Tensor] = []
-        """What comes out of each; the loss, of the last."""
+        """The output of each block; the last one is the loss."""
         for module, tensors in zip(modules, self._layout.blocks, strict=True):
             place(module, tensors, memory)
 
     @property
     def layout(self) -> Layout:
-        """Where its tensors lie."""
         return self._layout
 
     @property
@@ -105,12 +103,12 @@ class TorchReplica:
         return self._memory.gradients
 
     def initialise(self, seed: int, gain: float) -> None:
-        """Draw fresh parameters; each tensor has a stream of its own, on the host."""
+        """Draw fresh parameters on the host; each tensor has a random stream of its own."""
         for tensor in self._layout.tensors:
             self.parameters[tensor.span] = initial(seed, tensor, gain).reshape(-1)
 
     def forward(self, batch: Indices) -> float:
-        """Run all blocks; keeps the cuts."""
+        """Run all blocks, and keep the cuts."""
         compute_alike()
         self._entering, self._leaving = [], []
         if len(batch) == 0:
@@ -128,7 +126,7 @@ class TorchReplica:
         return float(self._leaving[-1].detach())
 
     def backward(self, block: int) -> None:
-        """Run autograd through one block, and forget what was kept for it."""
+        """Run autograd through one block, and release what was kept for it."""
         if not self._leaving:
             return  # the batch was empty
         if block != len(self._leaving) - 1:
@@ -147,7 +145,7 @@ class TorchReplica:
         self._memory.after_backward(slice(tensors[0].offset, tensors[-1].span.stop))
 
     def outputs(self, inputs: torch.Tensor) -> torch.Tensor:
-        """What the model says to these inputs, without keeping anything."""
+        """Return the model's outputs for these inputs, without keeping anything."""
         compute_alike()
         self._memory.before_forward()
         with torch.no_grad():
@@ -155,10 +153,10 @@ class TorchReplica:
 
 
 class _Cut(torch.autograd.Function):
-    """Something to run backwards from, whose gradient by what leaves a block is the one that was found at the cut.
+    """A root for `backward`, whose gradient with respect to a block's output is the one found at the cut.
 
-    To hand that to `backward` instead would make torch import sympy, to compare two shapes: half a second.
-    """
+    Passing that gradient to `backward` instead would make torch import sympy to compare two shapes: half a
+    second."""
 
     @staticmethod
     def forward(ctx: Any, leaving: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
@@ -173,9 +171,8 @@ class _Cut(torch.autograd.Function):
 def compute_alike() -> None:
     """Make results a function of the input alone.
 
-    With more threads sums are cut into other parts and rounded otherwise, so that a run's digest would depend
-    on how many cores a machine has. Torch keeps the number by thread, and work is done in several.
-    """
+    With more threads, sums are split and rounded differently, so that a run's digest would depend on the number
+    of cores. Torch keeps the number of threads per thread, and work is done in several."""
     if torch.get_num_threads() != 1:
         torch.set_num_threads(1)
     if not torch.are_deterministic_algorithms_enabled():
@@ -184,7 +181,7 @@ def compute_alike() -> None:
 
 
 def layout_of(modules: Sequence[nn.Module]) -> Layout:
-    """Of a model's parameters, which may be on the meta device."""
+    """Return the layout of the modules' parameters, which may be on the meta device."""
     return Layout.of([
         [(f"{number}.{name}", tuple(parameter.shape)) for name, parameter in module.named_parameters()]
         for number, module in enumerate(modules)
@@ -192,7 +189,7 @@ def layout_of(modules: Sequence[nn.Module]) -> Layout:
 
 
 def initial(seed: int, tensor: Tensor, gain: float) -> Array:
-    """Fresh values: weights normal with a variance of gain² / fan-in, a norm's factors one, biases zero."""
+    """Return fresh values: weights normal with a variance of gain² / fan-in, a norm's factors one, biases zero."""
     if len(tensor.shape) >= 2:
         deviation = gain / prod(tensor.shape[1:]) ** 0.5
         drawn = generator(seed, "parameters", tensor.name).standard_normal(tensor.shape, np.float32)

@@ -1,14 +1,14 @@
-"""Tasks whose model is made of torch modules: handwritten digits, and text.
+"""Tasks with a model of torch modules: handwritten digits, and text.
 
-Digits: scikit-learn's 1,797 images of 8 × 8 pixels, and a small convolutional network. There is no batch normalisation
-and no dropout: a worker's gradient depends on its own samples alone, so that several workers compute what one would.
+Digits: scikit-learn's 1,797 images of 8 × 8 pixels, and a small convolutional network. There is no batch
+normalisation and no dropout: a worker's gradient depends on its own samples alone, so that several workers
+compute what one would.
 
-Text, character by character: a small transformer that learns the names of Unicode's characters. The text must be the
-same bytes wherever the task is run. Every Python carries the frozen database of Unicode 3.2
+Text, character by character: a small transformer that learns the names of Unicode's characters. The text must
+be the same bytes on every machine. Every Python carries the frozen database of Unicode 3.2
 (`unicodedata.ucd_3_2_0`), and Unicode never changes a name: that is 350 kB of text such as "GREEK SMALL LETTER
-ALPHA WITH TONOS", one name to a line, the same in every version on every machine. Ideographs and Hangul
-syllables, whose names are made by a rule, are left out. Names come in the order of their digests, so
-that the held-out tail has names of every script.
+ALPHA WITH TONOS", one name to a line. Ideographs and Hangul syllables, whose names are made by a rule, are left
+out. Names come in the order of their digests, so that the held-out tail has names of every script.
 """
 
 from __future__ import annotations
@@ -38,31 +38,30 @@ from hcsim.training.task import Block, Defaults, Flat, Score
 from hcsim.training.tasks.torch_replica import Memory, TorchReplica, compute_alike, layout_of, memory_on, place
 
 SCORED_AT_ONCE = 512
-"""Samples, so that a score's memory is bounded."""
+"""Samples evaluated at once, so that memory is bounded."""
 
 
 class Data(msgspec.Struct, frozen=True):
-    """Samples and what is to be said of them."""
+    """Samples and their labels."""
 
     inputs: torch.Tensor
     targets: torch.Tensor
 
     def digest(self) -> bytes:
-        """Of its bytes."""
         return hashlib.sha256(self.inputs.numpy().tobytes() + self.targets.numpy().tobytes()).digest()
 
 
 class Model(msgspec.Struct, frozen=True):
-    """How a network is made."""
+    """A network's factory."""
 
     modules: Callable[[], Sequence[nn.Module]]
-    """One for each block."""
+    """Returns one module for each block."""
     gain: float
-    """Of fresh weights: √2 where a ReLU follows (He et al., https://arxiv.org/abs/1502.01852), else 1."""
+    """The gain of fresh weights: √2 where a ReLU follows (He et al., https://arxiv.org/abs/1502.01852), else 1."""
 
 
 class TorchTask:
-    """Classes to be told from inputs, one for each sample or one for each place in it."""
+    """Classification of inputs: one class for each sample, or one for each position in it."""
 
     phantom = False
 
@@ -76,29 +75,26 @@ class TorchTask:
 
     @property
     def samples(self) -> int:
-        """To train on."""
+        """The number of training samples."""
         return len(self.training.inputs)
 
     @cached_property
     def fingerprint(self) -> str:
-        """Of the data and the shapes."""
         digest = hashlib.sha256(repr((self.name, [block.shapes for block in self.blocks])).encode())
         digest.update(self.training.digest() + self.held_out.digest())
         return digest.hexdigest()
 
     def replica(self, seed: int, device: str = "cpu") -> TorchReplica:
-        """A fresh model."""
         replica = self.replica_in(memory_on(device, Layout.of([block.shapes for block in self.blocks]).length))
         replica.initialise(seed, self.model.gain)
         return replica
 
     def replica_in(self, memory: Memory) -> TorchReplica:
-        """A model over these arrays, as they are."""
+        """Return a model over these arrays, with their present values."""
         data = (self.training.inputs, self.training.targets)
         return TorchReplica(self._on_meta(), cross_entropy, data, memory)
 
     def score(self, parameters: Flat) -> Score:
-        """On held-out data."""
         if isinstance(parameters, Phantom):
             raise UsageError(f"{self.name} is scored with its parameters, not with their phantom")
         self._judge.parameters[:] = parameters
@@ -117,21 +113,21 @@ class TorchTask:
         return self.replica_in(memory_on("cpu", Layout.of([block.shapes for block in self.blocks]).length))
 
     def _on_meta(self) -> Sequence[nn.Module]:
-        """Modules without memory, for which torch draws no random numbers."""
+        """Return modules without memory, for which torch draws no random numbers."""
         with torch.device("meta"):
             return self.model.modules()
 
 
 def cross_entropy(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """The mean over samples, and over the places in each; classes come last in the outputs."""
+    """Return the mean over samples, and over the positions in each; classes are the last dimension of the outputs."""
     return nn.functional.cross_entropy(outputs.reshape(-1, outputs.shape[-1]), targets.reshape(-1))
 
 
 def counted(modules: Sequence[nn.Module], sample: torch.Tensor) -> tuple[Block, ...]:
-    """What each block costs for one sample.
+    """Return the cost of each block for one sample.
 
-    Without torch's `FlopCounterMode` and meta device: they import its compiler, which takes as long as torch itself.
-    """
+    Does not use torch's `FlopCounterMode` and meta device: they import its compiler, which takes as long as torch
+    itself."""
     compute_alike()
     layout = layout_of(modules)
     memory = memory_on("cpu", layout.length)
@@ -173,7 +169,7 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _Apart(TorchFunctionMode):
-    """Has attention computed by products, also where torch has something better: so every machine counts alike."""
+    """Makes attention use matrix products, also where torch has a fused kernel: so every machine counts alike."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is nn.functional.scaled_dot_product_attention:
@@ -182,19 +178,18 @@ class _Apart(TorchFunctionMode):
 
 
 def as_tensor(array: np.ndarray[Any, Any]) -> torch.Tensor:
-    """A copy that torch may keep."""
+    """Return a copy that torch may keep."""
     return torch.from_numpy(np.array(array))
 
 
 IMAGES = 1797
 HELD_OUT = 397
-"""Samples, which leaves 1,400 to train on."""
+"""Held-out samples, which leaves 1,400 to train on."""
 SPLIT_SEED = 0
 """The split is the same in every run, whatever its seed."""
 
 
 def digits_network() -> Sequence[nn.Module]:
-    """The convolutional network, in blocks."""
     return [
         nn.Sequential(nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
         nn.Sequential(nn.Conv2d(16, 32, 3, padding=1), nn.ReLU()),
@@ -204,10 +199,9 @@ def digits_network() -> Sequence[nn.Module]:
 
 
 def digits_table() -> npt.NDArray[Any]:
-    """A row for each image: its 64 pixels, and which digit it is.
+    """Return a row for each image: its 64 pixels, and its digit.
 
-    From scikit-learn's own file, as long as it is where it is today: to import scikit-learn for it takes a second.
-    """
+    The data come from scikit-learn's own file, if it is where it is today: importing scikit-learn takes a second."""
     if (file := file_of("sklearn", "datasets", "data", "digits.csv.gz")) is not None:
         try:
             with gzip.open(file, "rt", encoding="ascii") as lines:
@@ -221,7 +215,7 @@ def digits_table() -> npt.NDArray[Any]:
 
 
 def digits() -> TorchTask:
-    """The task."""
+    """Return the task of handwritten digits."""
     found = digits_table()
     order = generator(SPLIT_SEED, "digits").permutation(len(found))
     images = (found[order, :-1].reshape(-1, 1, 8, 8) / 16).astype(np.float32)
@@ -240,18 +234,18 @@ LAYERS = 2
 HELD_OUT_SHARE = 0.1
 BY_RULE = ("CJK UNIFIED IDEOGRAPH", "CJK COMPATIBILITY IDEOGRAPH", "HANGUL SYLLABLE")
 LAST_NAMED = 0xE01EF
-"""Planes beyond have private characters alone."""
+"""Later planes have private characters alone."""
 
 
 def unicode_names() -> str:
-    """The text."""
+    """Return the names of Unicode's characters, one to a line."""
     found = (unicodedata.ucd_3_2_0.name(chr(code), "") for code in range(LAST_NAMED + 1))
     names = [name for name in found if name and not name.startswith(BY_RULE)]
     return "\n".join(sorted(names, key=lambda name: hashlib.sha256(name.encode()).digest())) + "\n"
 
 
 class Embedding(nn.Module):
-    """Characters and their places, as vectors."""
+    """The sum of character and position embeddings."""
 
     def __init__(self, vocabulary: int) -> None:
         super().__init__()
@@ -264,12 +258,13 @@ class Embedding(nn.Module):
 
 
 def _embedding(words: int) -> nn.Embedding:
-    """With no values: those that torch would draw nobody needs, and on the meta device they take its compiler."""
+    """Return an embedding without values: torch's initial values are not needed, and on the meta device they import
+    its compiler."""
     return nn.Embedding(words, WIDTH, _weight=torch.empty(words, WIDTH))
 
 
 class Layer(nn.Module):
-    """Causal attention and a feed-forward network, each behind a norm and beside a residual."""
+    """Causal attention and a feed-forward network, each with a norm before it and a residual connection."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -281,7 +276,6 @@ class Layer(nn.Module):
         self.down = nn.Linear(4 * WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Same shape in and out."""
         x = x + self.joined(self._attend(self.norm1(x)))
         return x + self.down(nn.functional.relu(self.up(self.norm2(x))))  # type: ignore[no-any-return]
 
@@ -293,7 +287,7 @@ class Layer(nn.Module):
 
 
 def text() -> TorchTask:
-    """The task: samples are stretches of the text, and the answers its characters one further on."""
+    """Return the text task: samples are sections of the text, and the labels are its next characters."""
     written = unicode_names()
     alphabet = sorted(frozenset(written))
     codes = np.searchsorted(np.array(alphabet), np.array(list(written))).astype(np.int64)

@@ -1,9 +1,10 @@
-"""Remote calls over one channel: both ends call and serve at the same time.
+"""Remote procedure calls over one channel: both ends call and serve at the same time.
 
-- `references`: procedures, with the types of their arguments and results; values as parcels; handles to values
-- `messages`: what travels
-- `boxes`: messages whose arrays are put together and sent in turns
-- `endpoint`: one end of a channel, which calls and serves
+- `references`: procedures with the types of their arguments and results, handles to values that stay with their
+  owner, and values encoded as parcels (msgpack, with arrays beside it)
+- `messages`: the messages and their limits
+- `boxes`: the messages in transit, whose arrays are sent in pieces
+- `endpoint`: one end of a channel, with calls in both directions
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""Messages whose arrays come and go in pieces.
+"""Messages in transit, whose arrays are sent in pieces.
 
-What is sent goes in turns: each message gives one frame and goes to the back of the queue, so a large array does not
-hold up a short call. What comes announces its arrays; their pieces come in order within a message, between those of
-other messages. Pieces of a message that nobody waits for any more (it was cancelled, or refused) are read and thrown
-away.
+Messages are sent round-robin: each sends one frame and goes to the back of the queue, so a large array does not
+delay a short call. A received message announces its arrays. Their pieces come in order within a message,
+interleaved with those of other messages. Pieces of a cancelled or rejected message are received and discarded.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ Key: TypeAlias = tuple[int, int]
 
 
 class Incoming:
-    """A parcel on its way."""
+    """A parcel that is being received."""
 
     def __init__(self, parcel: Parcel, taken: Handles) -> None:
         self.parcel = parcel
@@ -44,18 +43,18 @@ class Incoming:
 
 
 class Inbox:
-    """All parcels on their way over one channel."""
+    """All parcels that are being received over one channel."""
 
     def __init__(self, peer: str, expected: Callable[[Key], bool]) -> None:
         self._peer = peer
         self._expected = expected
-        """Whether there has been such a message."""
+        """Return whether there has been a call of that number."""
         self._open: dict[Key, Incoming] = {}
         self._rubbish = memoryview(b"")
         self.held_bytes = 0
 
     def announce(self, key: Key, parcel: Parcel, taken: Handles) -> Incoming:
-        """Make room for a parcel, which is known not to be too large."""
+        """Allocate the arrays of a parcel whose size has been checked."""
         incoming = Incoming(parcel, taken)
         if incoming.missing_bytes:
             self._open[key] = incoming
@@ -63,7 +62,7 @@ class Inbox:
         return incoming
 
     def place(self, header: Header) -> memoryview:
-        """Where a piece of an array goes."""
+        """Return the destination of a piece of an array."""
         incoming = self._open.get((header.step, header.operation))
         if incoming is None:
             if not self._expected((header.step, header.operation)):
@@ -78,7 +77,6 @@ class Inbox:
         return place[header.offset : header.offset + header.length]
 
     def landed(self, header: Header) -> None:
-        """A piece has come."""
         key = (header.step, header.operation)
         incoming = self._open.get(key)
         if incoming is None:
@@ -91,20 +89,20 @@ class Inbox:
                 incoming.complete.set_result(None)
 
     def forget(self, key: Key) -> None:
-        """Nobody waits for it any more, or it is complete."""
+        """Drop a parcel that is complete or no longer needed."""
         incoming = self._open.pop(key, None)
         if incoming is not None:
             self.held_bytes -= incoming.size_bytes
 
     def close(self, error: HcsimError) -> None:
-        """The channel has ended: nothing more will come."""
+        """Fail all incomplete parcels: the channel has ended."""
         for incoming in self._open.values():
             disappoint(incoming.complete, error)
         self._open.clear()
 
 
 class Outgoing:
-    """A message and its arrays, on their way."""
+    """A message and its arrays that are being sent."""
 
     def __init__(
         self,
@@ -116,7 +114,7 @@ class Outgoing:
     ) -> None:
         self.frames = _frames(message, step, arrays, segment_bytes)
         self.keep = keep
-        """What must live until all is sent."""
+        """The object to keep alive until all is sent."""
         self.results_bytes = len(message.parcel.body) + sum(map(len, arrays)) if isinstance(message, Result) else 0
         self.answers = isinstance(message, Result | Failure)
         self.begun = False
@@ -124,19 +122,18 @@ class Outgoing:
 
 
 class Outbox:
-    """What is to be sent over a channel."""
+    """The queue of messages to be sent over a channel."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._queue: deque[Outgoing] = deque()
         self._wanted: asyncio.Future[None] | None = None
         self.results_bytes = 0
-        """Of what we have returned and not sent yet."""
+        """The bytes of results that have not been sent yet."""
         self.answers = 0
-        """To calls of the peer's, that are not sent yet."""
+        """The number of answers to the peer's calls that have not been sent yet."""
 
     def put(self, outgoing: Outgoing) -> None:
-        """Send it when its turn comes."""
         self._queue.append(outgoing)
         self.results_bytes += outgoing.results_bytes
         self.answers += outgoing.answers
@@ -144,7 +141,7 @@ class Outbox:
             self._wanted.set_result(None)
 
     async def run(self) -> None:
-        """Send until the channel ends."""
+        """Send messages until the channel ends."""
         while True:
             while not self._queue:
                 self._wanted = asyncio.get_running_loop().create_future()

@@ -1,17 +1,17 @@
 """One end of a channel over which both sides call each other.
 
-Every call that comes in is a task of its own, and one task receives all along: two ends that wait for each other's
-answer, or that call back and forth in answering, never stand in each other's way. A call's deadline travels with it,
-as a duration; calls that are made in answering it have no more time than is left. Whoever gives up waiting says so, and
-the work at the other end is cancelled.
+Each incoming call runs in a task of its own, and one task always receives. Hence two ends that wait for each
+other's answers, or that call back and forth, do not deadlock. A call's deadline is sent with it, as a duration;
+nested calls have no more time than is left. A caller that gives up says so, and the work at the other end is
+cancelled.
 
-    caller                                      callee
+    caller                                  callee
     Call number, name, arguments, deadline  →   refused, or a task that waits for the arrays and calls
     arrays, piece by piece                  →
-                                            ←   Result number, value; its arrays   or   Failure number, kind, text
+                                            ←   Result number, value; its arrays, or Failure number, kind, text
     Cancel number                           →   the task is cancelled; there is no answer
 
-Calls of ours wait for their answers; the peer's are answered each in a task of its own. Both share a `Line`.
+Outgoing and incoming calls share a `Line`.
 """
 
 from __future__ import annotations
@@ -71,51 +71,51 @@ from hcsim.transport.rpc.references import (
 
 
 class Line:
-    """A channel with what is on its way over it, and what has been lent over it."""
+    """The state of a channel that calls in both directions share: messages in transit and lent values."""
 
     def __init__(self, host: Host, channel: Channel, limits: Limits, fetch: Fetch) -> None:
         self.host = host
         self.channel = channel
         self.limits = limits
         self.ended: asyncio.Future[HcsimError] = asyncio.get_running_loop().create_future()
-        """Done, with the reason, once the channel is of no more use."""
+        """Done, with the reason, when the channel has ended."""
         self.refs = Refs(channel.peer, limits.max_refs, self._dropped, fetch)
         self.inbox = Inbox(channel.peer, lambda key: self.known(*key))
         self.outbox = Outbox(channel)
         self.requests: Requests[Pending] = Requests()
-        """Our calls."""
+        """The outgoing calls."""
         self.last_call = 0
-        """The number of the peer's last one."""
+        """The number of the peer's last call."""
 
     @property
     def peer(self) -> str:
-        """The other end: who it has proved to be, or where it is."""
+        """The identity that the peer has proved, or else its address."""
         return self.channel.identity or self.channel.peer
 
     def known(self, step: int, number: int) -> bool:
-        """Whether there has been a call of that number, theirs (OF_CALL) or ours (OF_RESULT)."""
+        """Return whether there has been a call of that number, from the peer (OF_CALL) or from this end (OF_RESULT)."""
         return self.requests.made(number) if step == OF_RESULT else step == OF_CALL and 0 < number <= self.last_call
 
     def expect(self, right: bool, otherwise: str) -> None:
-        """The peer breaks the protocol unless this is right."""
+        """Raise `RemoteProtocolError` unless the condition holds."""
         if not right:
             raise RemoteProtocolError(f"{self.peer} {otherwise}", self.channel.peer)
 
     def too_much(self, parcel: Parcel) -> str:
-        """Why a parcel is not to be received, if it is not."""
+        """Return the reason to reject a parcel because of its size, or an empty string."""
         objection = oversized(parcel, self.limits)
         if not objection and self.inbox.held_bytes + arrays_bytes(parcel) > self.limits.max_held_bytes:
             return f"more than {self.limits.max_held_bytes} bytes of arrays would be under way"
         return objection
 
     def over(self, name: str) -> HcsimError:
-        """What a call comes to when the channel has ended."""
+        """Return the error of a call that the end of the channel has left unanswered."""
         reason = self.ended.result()
         kind = type(reason) if isinstance(reason, ChannelError) else ChannelBroken
         return kind(f"{name} at {self.peer} was not answered: {reason}", self.channel.peer)
 
     def _dropped(self, number: int, times: int) -> None:
-        """Python has freed a reference of theirs, perhaps in the middle of something."""
+        """Release a reference of the peer that Python has freed, possibly in the middle of other code."""
         with suppress(RuntimeError):  # the loop has ended, and so has the channel
             asyncio.get_running_loop().call_soon(self.outbox.put, Outgoing(Release(number, times)))
 
@@ -132,7 +132,7 @@ class Pending:
 
 
 class Calling:
-    """Our calls over one channel."""
+    """The outgoing calls over one channel."""
 
     def __init__(self, line: Line, registry: Registry) -> None:
         self._line = line
@@ -140,7 +140,6 @@ class Calling:
         self._slots = asyncio.Semaphore(line.limits.max_calls)
 
     async def call(self, procedure: Procedure[Any], args: tuple[Any, ...], deadline_s: float | None) -> Any:
-        """See `Endpoint.call`."""
         outer = being_served()
         clock = self._line.host.clock
         until_s = None if deadline_s is None else clock.elapsed() + deadline_s
@@ -199,7 +198,7 @@ class Calling:
             ) from None
 
     def answered(self, message: Result | Failure) -> None:
-        """An answer has come; the arrays of a result follow."""
+        """Process an answer; the arrays of a result follow."""
         line, number = self._line, message.number
         line.expect(line.known(OF_RESULT, number), "answered a call that we did not make")
         taken = line.refs.take(message.parcel) if isinstance(message, Result) else {}
@@ -216,14 +215,13 @@ class Calling:
         pending.answer.set_result(message)
 
     def end(self) -> None:
-        """The channel has ended, and with it every call."""
+        """Fail all calls: the channel has ended."""
         for pending in self._line.requests.waiting():
             disappoint(pending.answer, self._line.over(pending.procedure.name))
 
 
 @lru_cache(1024)
 def of_any_type(name: str) -> Procedure[Any]:
-    """A procedure of which only the name is known."""
     return Procedure(name, {}, Any)
 
 
@@ -231,14 +229,14 @@ FETCH: Procedure[Any] = Procedure("ref.fetch", {"ref": RemoteRef}, Any)
 
 
 class Served:
-    """A call that is being answered."""
+    """An incoming call that is being served."""
 
     def __init__(self, endpoint: Endpoint, call: Call, until_s: float | None) -> None:
         self.endpoint = endpoint
         self.call = call
         self.until_s = until_s
         self.unwanted = False
-        """Whether the caller has given it up."""
+        """Whether the caller has cancelled it."""
         self.over = False
 
 
@@ -246,13 +244,13 @@ _BEING_SERVED: ContextVar[Served] = ContextVar("being_served")
 
 
 def being_served() -> Served | None:
-    """The call that this task is answering, if it is answering one."""
+    """Return the call that this task is serving, or None."""
     served = _BEING_SERVED.get(None)
     return None if served is None or served.over else served
 
 
 def serving_endpoint() -> Endpoint:
-    """Over which endpoint the call came that is being answered; for functions that are called from afar."""
+    """Return the endpoint of the call that is being served, for use in remotely called functions."""
     served = being_served()
     if served is None:
         raise UsageError("this is not being called from afar")
@@ -260,7 +258,7 @@ def serving_endpoint() -> Endpoint:
 
 
 class Serving:
-    """The peer's calls over one channel."""
+    """The incoming calls over one channel."""
 
     def __init__(self, endpoint: Endpoint, line: Line, registry: Registry) -> None:
         self._endpoint = endpoint
@@ -269,7 +267,7 @@ class Serving:
         self.under_way: dict[int, tuple[Served, asyncio.Task[None]]] = {}
 
     def called(self, call: Call) -> None:
-        """Answer a call, or refuse it."""
+        """Start to serve a call, or reject it."""
         line = self._line
         line.expect(call.number > line.last_call, "used the number of a call twice")
         line.last_call = call.number
@@ -287,7 +285,7 @@ class Serving:
         task.add_done_callback(lambda _: self._done(served))
 
     def cancelled(self, number: int) -> None:
-        """The caller does not want the answer any more."""
+        """Cancel a call whose caller has given up."""
         self._line.expect(self._line.known(OF_CALL, number), "cancelled a call that it did not make")
         if number in self.under_way:
             served, task = self.under_way[number]
@@ -295,7 +293,7 @@ class Serving:
             task.cancel()
 
     def end(self) -> None:
-        """The channel has ended: nobody can be answered."""
+        """Cancel all calls: the channel has ended."""
         here = asyncio.current_task()
         for served, task in self.under_way.values():
             served.unwanted = True
@@ -368,7 +366,7 @@ R = TypeVar("R")
 
 
 class Endpoint:
-    """Our end. It owns the channel from now on."""
+    """One end of a channel, which it owns, for calls in both directions."""
 
     def __init__(
         self, host: Host, channel: Channel, registry: Registry | None = None, limits: Limits | None = None
@@ -386,27 +384,27 @@ class Endpoint:
 
     @property
     def peer(self) -> str:
-        """The other end: who it has proved to be, or where it is."""
+        """The identity that the peer has proved, or else its address."""
         return self._line.peer
 
     @property
     def ended(self) -> asyncio.Future[HcsimError]:
-        """Done, with the reason, once the channel is of no more use."""
+        """Done, with the reason, when the channel has ended."""
         return self._line.ended
 
     @property
     def lent(self) -> int:
-        """How many of our values the peer holds references to."""
+        """The number of this end's values to which the peer holds references."""
         return self._line.refs.lent
 
     @property
     def busy(self) -> int:
-        """How many calls are under way, in both directions."""
+        """The number of calls in progress, in both directions."""
         return len(self._line.requests) + len(self._serving.under_way)
 
     @property
     def unread_bytes(self) -> int:
-        """Of what we have returned and that has not left yet."""
+        """The bytes of results that have not been sent yet."""
         return self._line.outbox.results_bytes
 
     @overload
@@ -416,14 +414,15 @@ class Endpoint:
     async def call(self, procedure: str, *args: Any, deadline_s: float | None = None) -> Any: ...
 
     async def call(self, procedure: Procedure[Any] | str, *args: Any, deadline_s: float | None = None) -> Any:
-        """What the procedure returns at the other end, or the error that it ends with there.
+        """Call a procedure of the peer and return its result. Raises the error with which it ends there.
 
-        Arrays among the arguments are not to be changed before the answer is there."""
+        Arrays among the arguments must not be changed before the call returns."""
         known = procedure if isinstance(procedure, Procedure) else of_any_type(procedure)
         return await self._calling.call(known, args, deadline_s)
 
     async def close(self) -> None:
-        """End it. Calls in flight end with an error that says so, here and at the other end."""
+        """Close the channel. Calls in progress fail with `ChannelClosed` here, and with a channel error at the other
+        end."""
         peer = self.channel.peer
         self._end(ChannelClosed(f"we closed the channel to {peer}", peer))
         tasks = [*self._tasks, *(task for _, task in self._serving.under_way.values())]

@@ -1,13 +1,13 @@
-"""What the two ends of a channel say to each other.
+"""The messages between the two ends of a channel.
 
-Each end numbers its calls from 1. A message is a CONTROL frame of msgpack; the arrays of a call or a result follow
-as DATA frames, in pieces, between which other messages may come:
+Each end numbers its calls from 1. A message is a CONTROL frame of msgpack. The arrays of a call or a result
+follow as DATA frames, in pieces, which may be interleaved with other messages:
 
     operation  the number of the call        bucket  which of its arrays
     step       0 of a call, 1 of a result    offset, total  of the piece within its array
 
-Errors of a closed table arrive as themselves, all others as a `RemoteError`. Errors about channels are not in the
-table, since they would be taken for errors of this one.
+Errors of a fixed table arrive as themselves, all others as a `RemoteError`. Errors of channels are not in the
+table, since they would be mistaken for errors of the channel of the call.
 """
 
 from __future__ import annotations
@@ -34,27 +34,27 @@ Size = Annotated[int, Meta(ge=0, lt=1 << 48)]
 
 OF_CALL, OF_RESULT = 0, 1
 OVERHEAD_BYTES = 64 * 1024
-"""Of a message beside its body: names, and the shapes of its arrays."""
+"""The bytes of a message beside its body: names, and the shapes of its arrays."""
 MAX_DEPTH = 32
-"""Calls within calls within calls: a cycle that never ends is found here."""
+"""The limit on nested calls, which ends cycles."""
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
-    """What one peer may ask of us, and we of it."""
+    """The limits on the resources that calls over one channel may use, in each direction."""
 
     max_calls: int = 64
-    """Under way at once in each direction; further ones wait for their turn. Calls that are made to answer a call
-    do not wait, or two ends could wait for each other; see `max_served`."""
+    """Concurrent calls in each direction; further ones wait. Nested calls do not wait, since two ends could deadlock;
+    see `max_served`."""
     max_body_bytes: int = 1 << 20
-    """Arguments or a result without their arrays."""
+    """The size of arguments or a result without arrays."""
     max_arrays: int = 256
-    """In one message."""
+    """The number of arrays in one message."""
     max_array_bytes: int = 1 << 30
-    """Of all arrays in one message."""
+    """The size of all arrays in one message."""
     max_held_bytes: int = 1 << 31
-    """Of all arrays that are being received, and of all results that wait to be sent."""
+    """The size of all arrays that are being received, and of all results that wait to be sent."""
     max_refs: int = 4096
-    """Values that are lent to the peer at once."""
+    """The number of values that are lent to the peer at once."""
     segment_bytes: int = 1 << 20
 
     def __post_init__(self) -> None:
@@ -64,30 +64,31 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def max_served(self) -> int:
-        """Calls of the peer that are answered at once, with those that are made to answer a call of ours."""
+        """The number of the peer's calls that are served at once, including nested ones."""
         return 4 * max(self.max_calls, MAX_DEPTH)
 
     @property
     def max_unread(self) -> int:
-        """Answers for the peer that wait to be sent, beyond which it must not call. Who waits for them is never near
-        that."""
+        """The number of unsent answers beyond which the peer must not call. A peer that waits for answers never gets
+        near
+        it."""
         return 16 * self.max_served
 
     @property
     def max_frame_bytes(self) -> int:
-        """The largest frame that a peer with these limits sends."""
+        """The size of the largest frame from a peer with these limits."""
         return max(self.segment_bytes, self.max_body_bytes + OVERHEAD_BYTES)
 
 
 class ArraySpec(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """An array that follows."""
+    """The type and shape of an array that follows."""
 
     dtype: Annotated[str, Meta(max_length=16)]
     shape: Annotated[tuple[Size, ...], Meta(max_length=32)]
 
 
 class Loan(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A value that stays with the sender: its number there, and what kind it is."""
+    """A value that stays with the sender: its number and its type name."""
 
     number: Number
     kind: Annotated[str, Meta(max_length=128)]
@@ -99,32 +100,32 @@ class Parcel(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     body: bytes
     arrays: tuple[ArraySpec, ...] = ()
     loans: tuple[Loan, ...] = ()
-    """Values of the sender's that it refers to."""
+    """The sender's values that it refers to."""
     back: tuple[Number, ...] = ()
-    """Values of the receiver's that it refers to: they must not be released before the body is read."""
+    """The receiver's values that it refers to; they must not be released before the body is decoded."""
 
 
 class Call(msgspec.Struct, frozen=True, tag="call"):
-    """Please call this function."""
+    """A call of a function."""
 
     number: Number
     name: Annotated[str, Meta(max_length=256)]
     parcel: Parcel
     deadline_s: Annotated[float, Meta(gt=0)] | None = None
-    """How long the work may take from now on: clocks do not agree, durations do."""
+    """How long the work may take from now on. It is a duration, since clocks differ."""
     depth: Annotated[int, Meta(ge=0)] = 0
-    """How many calls are waiting for this one's answer in order to answer theirs."""
+    """The number of enclosing calls that wait for this one."""
 
 
 class Result(msgspec.Struct, frozen=True, tag="result"):
-    """What it returned."""
+    """The return value of a call."""
 
     number: Number
     parcel: Parcel
 
 
 class Failure(msgspec.Struct, frozen=True, tag="failure"):
-    """It failed, or was refused."""
+    """The error or the refusal of a call."""
 
     number: Number
     kind: Annotated[str, Meta(max_length=MAX_KIND)]
@@ -132,13 +133,13 @@ class Failure(msgspec.Struct, frozen=True, tag="failure"):
 
 
 class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
-    """Nobody waits for the answer to this call any more."""
+    """The caller has given up waiting for the answer."""
 
     number: Number
 
 
 class Release(msgspec.Struct, frozen=True, tag="release"):
-    """The sender has dropped a value that was lent to it so many times."""
+    """The sender has dropped a reference that was sent to it `times` times."""
 
     number: Number
     times: Number
@@ -154,4 +155,4 @@ OUR_ERRORS: dict[str, type[HcsimError]] = {
         WorkerLost,
     )
 }  # fmt: skip
-"""Those that travel as themselves, whatever a registry adds."""
+"""The errors that are sent by class name with any registry."""

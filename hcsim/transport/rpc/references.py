@@ -1,8 +1,10 @@
-"""What can be called, and what can be pointed to: procedures by name, and values that stay with their owner.
+"""Procedures that can be called by name, references to values that stay with their owner, and the encoding of
+values.
 
-Whoever serves a call may `lend` a value: the other end gets a handle, which it can pass back as an argument, or fetch.
-The owner counts how often it sent the handle; the holder says how often it got it when it drops the last one, so a
-handle that is on its way while the last one is dropped keeps its value alive. When the channel ends, all is released.
+A function that serves a call may `lend` a value: the other end gets a handle, which it can pass back as an
+argument, or fetch. The owner counts how often it has sent the handle. When the holder drops the last copy, it
+reports how often it has received the handle. So a handle that is in transit meanwhile keeps its value alive.
+When the channel ends, all values are released.
 
 A handle is dropped when Python frees it, in the thread of the event loop.
 """
@@ -27,7 +29,7 @@ R = TypeVar("R")
 
 
 class Procedure(Generic[R]):
-    """A function's name and types, as callers and servers know it."""
+    """The name, argument types and result type of a function, as known to callers and servers."""
 
     def __init__(self, name: str, arguments: Mapping[str, Any], result: type[R], defaults: Sequence[Any] = ()) -> None:
         self.name = name
@@ -48,7 +50,7 @@ class Procedure(Generic[R]):
 
     @classmethod
     def of(cls, function: Callable[..., Awaitable[R] | R], name: str = "") -> Procedure[R]:
-        """As its annotations say."""
+        """Return the procedure of an annotated function."""
         name = name or function.__name__
         hints = get_type_hints(function)
         parameters = inspect.signature(function).parameters.values()
@@ -67,16 +69,16 @@ class Procedure(Generic[R]):
 
 
 class Registry:
-    """The functions that a peer may call, and the errors of ours that travel as themselves.
+    """The functions that a peer may call, and the error classes that are sent by name.
 
-    An array that a function returns is not copied: it is not to be changed before it is sent."""
+    An array that a function returns is not copied, and must not be changed before it has been sent."""
 
     def __init__(self, errors: Sequence[type[HcsimError]] = ()) -> None:
         self.errors = {**OUR_ERRORS, **{error.__name__: error for error in errors}}
         self._served: dict[str, tuple[Procedure[Any], Callable[..., Any]]] = {}
 
     def add(self, function: Callable[..., Any], name: str = "") -> Procedure[Any]:
-        """Serve a function under its name, or another one, with the types of its annotations."""
+        """Serve a function under its name or another one, with the types of its annotations."""
         return self.serve(Procedure.of(function, name), function)
 
     def serve(self, procedure: Procedure[R], function: Callable[..., Awaitable[R] | R]) -> Procedure[R]:
@@ -87,7 +89,6 @@ class Registry:
         return procedure
 
     def find(self, name: str) -> tuple[Procedure[Any], Callable[..., Any]] | None:
-        """What is served under that name."""
         return self._served.get(name)
 
 
@@ -97,11 +98,11 @@ Handles: TypeAlias = "dict[tuple[int, int], RemoteRef[Any]]"
 Fetch: TypeAlias = Callable[["RemoteRef[Any]", Any, "float | None"], Awaitable[Any]]
 
 OURS, YOURS = 0, 1
-"""Whose value a handle in a message stands for, as its sender sees it."""
+"""The owner of a handle's value in a message, from the sender's perspective."""
 
 
 class RemoteRef(Generic[T]):
-    """A handle to a value here or at the other end of a channel."""
+    """A handle to a value at this or the other end of a channel."""
 
     __slots__ = ("__weakref__", "_book", "_type", "_value", "kind", "number")
 
@@ -110,12 +111,12 @@ class RemoteRef(Generic[T]):
         self.number = number
         self._value = value
         self._book = book
-        """Where it was lent to us; None: it is ours."""
+        """The references of the channel over which the peer lent it; None if the value is local."""
         self._type: Any = Any
 
     @classmethod
     def lend(cls, value: T, kind: type[T] | None = None) -> RemoteRef[T]:
-        """A handle to our value, to be returned to or passed to the other end."""
+        """Return a handle to a local value, to be returned or passed to the peer."""
         return cls(_kind_of(kind or type(value)), value)
 
     def __repr__(self) -> str:
@@ -123,24 +124,23 @@ class RemoteRef(Generic[T]):
 
     @property
     def is_ours(self) -> bool:
-        """Whether the value is on this side."""
         return self._book is None
 
     @property
     def value(self) -> T:
-        """The value, where it is ours."""
+        """The local value. Raises `UsageError` if it is at the other end."""
         if self._book is not None:
             raise UsageError(f"{self!r} is not here: fetch it")
         return self._value  # type: ignore[return-value]
 
     async def fetch(self, *, deadline_s: float | None = None) -> T:
-        """The value itself, or a copy of the other side's."""
+        """Return the local value, or a copy of the peer's."""
         if self._book is None:
             return self.value
         return await self._book.fetch(self, self._type, deadline_s)  # type: ignore[no-any-return]
 
     def typed(self, annotation: Any) -> RemoteRef[T]:
-        """The same handle, if it stands for what the annotation says (`RemoteRef[Model]`)."""
+        """Return this handle after checking that its value is of the annotated type (`RemoteRef[Model]`)."""
         wanted = _wanted(annotation)
         if wanted is not Any:
             fits = isinstance(self._value, get_origin(wanted) or wanted) if self.is_ours else True
@@ -151,7 +151,7 @@ class RemoteRef(Generic[T]):
 
 
 class Refs:
-    """What is lent over one channel, in both directions."""
+    """The values lent over one channel, in both directions."""
 
     def __init__(
         self,
@@ -174,13 +174,13 @@ class Refs:
 
     @property
     def lent(self) -> int:
-        """How many of our values the peer holds."""
+        """The number of local values that the peer holds."""
         return len(self._lent)
 
     # Sending.
 
     def pack(self, ref: RemoteRef[Any], loans: list[Loan], back: list[int]) -> bytes:
-        """The handle as it travels; what it lends is noted among the loans, what it gives back there."""
+        """Encode a handle; append to `loans` if the value is local, or to `back` if it is the peer's."""
         if ref.is_ours:
             number = self._lend(ref)
             loans.append(Loan(number, ref.kind))
@@ -202,7 +202,7 @@ class Refs:
         return number
 
     def released(self, number: int, times: int) -> None:
-        """The peer has dropped it, or it was never sent."""
+        """Release a value that the peer has dropped, or that was never sent."""
         if self._closed:
             return
         if self._times.get(number, 0) < times:
@@ -215,7 +215,7 @@ class Refs:
     # Receiving.
 
     def take(self, parcel: Parcel) -> Handles:
-        """Hold what a parcel lends us or gives back; dropping what this returns lets it go."""
+        """Hold the references in a parcel; they are released when the returned handles are dropped."""
         lent = {(OURS, loan.number): self._hold(loan) for loan in parcel.loans}
         back = {(YOURS, number): self._lent[number] for number in parcel.back if number in self._lent}
         return {**lent, **back}
@@ -236,7 +236,7 @@ class Refs:
             self._dropped(number, receipts[0])
 
     def close(self) -> None:
-        """The channel has ended: neither side holds anything any more."""
+        """Release everything: the channel has ended."""
         self._closed = True
         self._lent.clear()
         self._numbers.clear()
@@ -244,7 +244,6 @@ class Refs:
 
 
 def unpack_ref(data: memoryview, taken: Handles) -> RemoteRef[Any]:
-    """The handle in a parcel."""
     side, number = msgspec.msgpack.decode(data, type=tuple[int, int])
     ref = taken.get((side, number))
     if ref is None:
@@ -261,7 +260,7 @@ def _kind_of(kind: Any) -> str:
 
 
 ARRAY, REF = 1, 2
-"""Extension types of msgpack."""
+"""The msgpack extension types."""
 
 DTYPES: dict[str, np.dtype[Any]] = {
     np.dtype(kind).name: np.dtype(kind)
@@ -270,7 +269,7 @@ DTYPES: dict[str, np.dtype[Any]] = {
         np.float16, np.float32, np.float64, np.complex64, np.complex128, ml_dtypes.bfloat16,
     )
 }  # fmt: skip
-"""What an array that travels may consist of."""
+"""The dtypes of arrays that can be sent."""
 
 
 class Packed:
@@ -282,7 +281,7 @@ class Packed:
 
 
 def pack(value: Any, refs: Refs, limits: Limits) -> Packed:
-    """Make a parcel of a value. What cannot be sent is refused, and nothing stays lent."""
+    """Encode a value as a parcel. Raises `UsageError` if it cannot be sent; then no value stays lent."""
     arrays: list[NDArray[Any]] = []
     specs: list[ArraySpec] = []
     loans: list[Loan] = []
@@ -311,13 +310,13 @@ def pack(value: Any, refs: Refs, limits: Limits) -> Packed:
 
 
 def unlend(loans: Sequence[Loan], refs: Refs) -> None:
-    """What was to be lent has not been sent."""
+    """Take back loans that have not been sent."""
     for loan in loans:
         refs.released(loan.number, 1)
 
 
 def oversized(parcel: Parcel, limits: Limits) -> str:
-    """What is too large about a parcel, if anything is."""
+    """Return the reason why a parcel exceeds the limits, or an empty string."""
     if len(parcel.body) > limits.max_body_bytes:
         return (
             f"without arrays it has {len(parcel.body)} bytes, and at most {limits.max_body_bytes} are allowed; "
@@ -334,12 +333,11 @@ def oversized(parcel: Parcel, limits: Limits) -> str:
 
 
 def arrays_bytes(parcel: Parcel) -> int:
-    """Of all its arrays."""
     return sum(math.prod(spec.shape) * DTYPES[spec.dtype].itemsize for spec in parcel.arrays if spec.dtype in DTYPES)
 
 
 def unpack(parcel: Parcel, arrays: Sequence[NDArray[Any]], taken: Handles, kind: Any) -> Any:
-    """The value in a parcel, as that type."""
+    """Decode the value in a parcel as that type."""
 
     def extension(code: int, data: memoryview) -> Any:
         if code == ARRAY and int.from_bytes(data, "big") < len(arrays):
@@ -352,7 +350,7 @@ def unpack(parcel: Parcel, arrays: Sequence[NDArray[Any]], taken: Handles, kind:
 
 
 def fitting(kind: Any, value: Any) -> Any:
-    """The array or reference, if it is of the annotated kind."""
+    """Return the array or reference after checking its annotated type."""
     wanted = get_origin(kind) or kind
     if not isinstance(value, wanted):
         raise ValueError(f"{wanted.__name__} expected, this is {type(value).__name__}")

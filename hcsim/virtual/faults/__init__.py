@@ -1,8 +1,8 @@
-"""Faults: an explicit list in the scenario, each a SimPy process that begins at its moment.
+"""Fault injection: an explicit list in the scenario; each fault is a SimPy process that starts at its time.
 
-A fault changes the world and nothing else; what the components make of it is theirs. One that ends waits for its end
-(`lasting`), and undoes what it did. What a fault draws at random comes from a stream of its own, so a failing list can
-be shortened without changing the rest of the run.
+A fault changes the world only; the components detect and handle it themselves. A temporary fault waits for its
+end (`lasting`) and undoes its change. Random draws of a fault come from its own stream, so a failing list of
+faults can be shortened without changing the rest of the run.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How a fault is put to work: each kind registers what it does to the world."""
+"""Dispatch of faults: each kind registers the function that applies it to the world."""
 
 from __future__ import annotations
 
@@ -16,22 +16,20 @@ from hcsim.virtual.environment import NS
 from hcsim.virtual.host import Surroundings
 
 FaultProcess: TypeAlias = Generator[simpy.Event, Any, None]
-"""As SimPy knows them."""
 
 
 @singledispatch
 def apply(fault: object, world: Surroundings) -> FaultProcess | None:
-    """Do to the world what the fault says; a process, where the fault goes on."""
+    """Apply the fault to the world; return a process if the fault continues."""
     raise UsageError(f"{type(fault).__name__} is no fault of the virtual world")
 
 
 @singledispatch
 def prepare(fault: object, world: Surroundings) -> None:
-    """Do what has to be done before the fault's time comes: nothing, for most."""
+    """Prepare for a fault before its time; most kinds need nothing."""
 
 
 def schedule(world: Surroundings, fault: AnyFault) -> None:
-    """Apply the fault when its time comes."""
     prepare(fault, world)
     world.env.process(_strike(world, fault))
 
@@ -45,15 +43,15 @@ def _strike(world: Surroundings, fault: AnyFault) -> FaultProcess:
 
 
 def lasting(world: Surroundings, duration_s: float | None) -> FaultProcess:
-    """Wait for the end of a fault; what comes behind one that lasts for good never happens."""
+    """Wait for the end of a fault; never return if `duration_s` is None."""
     yield world.env.event() if duration_s is None else world.env.timeout(round(duration_s * NS))
 
 
 def note(world: Surroundings, what: str, where: str | int) -> None:
-    """Put what follows from a fault into the trace: that it healed, that a node is back."""
+    """Record a consequence of a fault in the trace, such as its end or the return of a node."""
     world.trace.record((world.env.now_ns, "fault", what, where))
 
 
 def draws(world: Surroundings, fault: AnyFault) -> Random:
-    """The fault's own random stream, which depends on the seed and on the fault alone."""
+    """Return the random stream of the fault, which depends only on the seed and on the fault."""
     return random_stream(world.scenario.seed, "fault", repr(fault))

@@ -1,4 +1,4 @@
-"""Faults of data: a frame that arrives other than it should, a number that is none."""
+"""Data faults: frames that arrive corrupted, and values that are NaN."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from hcsim.virtual.wiring import FLIP, Frame
 
 @apply.register(FlippedBit)
 def flip_bit(fault: FlippedBit, world: Surroundings) -> None:
-    """The next payload has one bit changed; a phantom has no bits, so the fault waits for data."""
+    """Flip one bit of the next payload. A phantom payload has no bits, so the fault waits for real data."""
     rng = draws(world, fault)
 
     def alter(channel: VirtualChannel, header: Header, payload: Payload) -> Frame | None:
@@ -39,7 +39,7 @@ def flip_bit(fault: FlippedBit, world: Surroundings) -> None:
 
 @apply.register(WrongSize)
 def change_size(fault: WrongSize, world: Surroundings) -> None:
-    """The next segment is some bytes longer or shorter, and its header says so."""
+    """Make the next segment longer or shorter by some bytes, with a matching header."""
     by = fault.by_bytes if fault.longer else -fault.by_bytes
 
     def alter(channel: VirtualChannel, header: Header, payload: Payload) -> Frame | None:
@@ -57,7 +57,7 @@ def change_size(fault: WrongSize, world: Surroundings) -> None:
 
 @apply.register(StaleStep)
 def repeat_step(fault: StaleStep, world: Surroundings) -> None:
-    """A segment of an earlier step arrives again, in the place of the first one of a later step."""
+    """Deliver a segment of an earlier step again, in place of the first segment of a later step."""
     earlier: dict[VirtualChannel, Frame] = {}
 
     def alter(channel: VirtualChannel, header: Header, payload: Payload) -> Frame | None:
@@ -71,13 +71,13 @@ def repeat_step(fault: StaleStep, world: Surroundings) -> None:
 
 @apply.register(NanGradient)
 def spoil_gradient(fault: NanGradient, world: Surroundings) -> None:
-    """One number of the n-th piece of gradients that the device computes from now on is not a number."""
+    """Replace one value by NaN in the n-th piece of gradients that the device computes from now on."""
     host = world.host(fault.node)
     host.device.spoil(_Spoiler(world, fault, draws(world, fault)))
 
 
 class _Spoiler:
-    """Counts pieces of gradients, and spoils the n-th."""
+    """Count pieces of gradients and corrupt the n-th."""
 
     def __init__(self, world: Surroundings, fault: NanGradient, rng: Random) -> None:
         self._world = world
@@ -96,7 +96,7 @@ class _Spoiler:
 
 @apply.register(Misbehave)
 def misbehave(fault: Misbehave, world: Surroundings) -> FaultProcess:
-    """What the node sends breaks the protocol. It is drawn for each frame whether this happens to it."""
+    """Make the node violate the protocol. A draw for each frame decides whether it is affected."""
     rng = draws(world, fault)
     ways = [
         (fault.node, host.name) for host in world.hosts if host.name != fault.node and fault.to in (None, host.name)
@@ -116,7 +116,8 @@ def misbehave(fault: Misbehave, world: Surroundings) -> FaultProcess:
 
 
 _Deed: TypeAlias = Callable[[Random, Header, Payload], "tuple[Frame, ...] | None"]
-"""Given a frame of the kind that it is about: what is sent instead, or None where it cannot be done to this frame."""
+"""A protocol violation. It maps a frame of its kind to the frames sent instead, or to None where it does not
+apply."""
 
 _MOST_32_BITS, _MOST_64_BITS = 2**32 - 1, 2**64 - 1
 _ELEMENT_BYTES = 4
@@ -140,7 +141,7 @@ def _send_twice(rng: Random, header: Header, payload: Payload) -> tuple[Frame, .
 
 
 def _send_unasked(rng: Random, header: Header, payload: Payload) -> tuple[Frame, ...]:
-    """Data of an operation that nobody has begun, before the right ones."""
+    """Send data of an operation that has not started, before the correct frame."""
     return (replace(header, operation=header.operation + rng.randint(1000, 9999)), payload), (header, payload)
 
 
@@ -164,7 +165,7 @@ def _make_noise(rng: Random, header: Header, payload: Payload) -> tuple[Frame, .
 
 
 def _lie(rng: Random, header: Header, payload: Payload) -> tuple[Frame, ...] | None:
-    """A message about membership says another epoch, wherever it says one."""
+    """Replace every epoch in a membership message by another one."""
     if isinstance(payload, Phantom):
         return None
     try:

@@ -1,4 +1,4 @@
-"""Faults of datagrams, and of the knowledge of who is there."""
+"""Faults of datagrams and of service discovery."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from hcsim.virtual.host import NO_NODES, Surroundings, VirtualHost
 from hcsim.virtual.lan import LOST, PASSES, Datagram, Rule
 
 ID_BYTES = 32
-"""Of a node's id, and of a namespace's."""
+"""The size of a node id and of a namespace."""
 SPOOFED_EVERY_S = 1.0
 STRAGGLER_S = 2.0
-"""The most by which a datagram that is overtaken, or a second copy of one, is late."""
+"""The maximum extra delay of a reordered datagram or of a duplicate."""
 
 
 @apply.register(Datagrams)
 def disturb(fault: Datagrams, world: Surroundings) -> FaultProcess:
-    """Each datagram on the medium draws whether it is lost, doubled, or overtaken by later ones."""
+    """Drop, duplicate or reorder each datagram on the medium with the given probabilities."""
     rng = draws(world, fault)
 
     def rule(datagram: Datagram) -> tuple[float, ...]:
@@ -38,7 +38,7 @@ def disturb(fault: Datagrams, world: Surroundings) -> FaultProcess:
 
 @apply.register(MulticastLoss)
 def lose_multicast(fault: MulticastLoss, world: Surroundings) -> FaultProcess:
-    """A share of what a host casts, or of what is cast to it, is lost; it hears itself."""
+    """Drop a share of the multicast datagrams from a host, or to it. Datagrams to itself always arrive."""
     rng = draws(world, fault)
 
     def rule(datagram: Datagram) -> tuple[float, ...]:
@@ -54,7 +54,7 @@ def lose_multicast(fault: MulticastLoss, world: Surroundings) -> FaultProcess:
 
 @apply.register(OneWayVisibility)
 def hide(fault: OneWayVisibility, world: Surroundings) -> FaultProcess:
-    """What the first host says of itself does not reach the second; its questions do, and are answered."""
+    """Drop the announcements of the first host to the second. Its queries still arrive and are answered."""
 
     def rule(datagram: Datagram) -> tuple[float, ...]:
         hidden = (datagram.source, datagram.target) == fault.between and not datagram.question
@@ -72,8 +72,8 @@ def _have_rule(world: Surroundings, rule: Rule, duration_s: float | None) -> Fau
 
 @apply.register(StaleRecord)
 def bring_back_record(fault: StaleRecord, world: Surroundings) -> FaultProcess:
-    """Somebody's cache speaks: all neighbours hear the first that the host ever announced under each name. When the
-    records have run out, they hear again what is true, or that there is nothing."""
+    """Deliver stale cache entries: all neighbours receive the first announcement of the host under each name. At the
+    end of the fault they receive the current record, or a withdrawal."""
     host = world.host(fault.node)
     oldest: dict[str, Service] = {}
     for service in host.lan.history:
@@ -98,13 +98,13 @@ def _tell_neighbours(host: VirtualHost, sighting: Sighting) -> None:
 
 @prepare.register(CopiedIdentity)
 def expect_copy(fault: CopiedIdentity, world: Surroundings) -> None:
-    """The node will go down and come back."""
+    """Register that the node will go down and come back."""
     will_return(world, fault.node)
 
 
 @apply.register(CopiedIdentity)
 def copy_identity(fault: CopiedIdentity, world: Surroundings) -> FaultProcess:
-    """The host is started from a copy of another one's disk, as it is then."""
+    """Restart the host from a copy of the disk that another host has at that time."""
     die(world, world.host(fault.node), clean=False)
     yield from lasting(world, fault.down_s)
     bring_back(world, fault.node, world.host(fault.of).store.records)
@@ -112,7 +112,7 @@ def copy_identity(fault: CopiedIdentity, world: Surroundings) -> FaultProcess:
 
 @apply.register(Stranger)
 def announce_strangers(fault: Stranger, world: Surroundings) -> FaultProcess:
-    """Somebody else's records come into view, in a rhythm, until the fault ends."""
+    """Announce foreign records periodically until the fault ends."""
     stranger = _Stranger(world, fault)
     if fault.ghosts:
         world.env.process(stranger.announce_ghosts(fault.ghosts))
@@ -123,7 +123,7 @@ def announce_strangers(fault: Stranger, world: Surroundings) -> FaultProcess:
 
 
 class _Stranger:
-    """A machine on a home's network. What it knows of a cluster it has heard there."""
+    """A foreign machine on a home network. It knows of a cluster only what it has received there."""
 
     def __init__(self, world: Surroundings, fault: Stranger) -> None:
         self._world = world
@@ -135,7 +135,7 @@ class _Stranger:
         self._is_gone = False
 
     def announce_ghosts(self, per_s: float) -> FaultProcess:
-        """A node that does not exist, and after a while the next one."""
+        """Announce nodes that do not exist, one after the other."""
         while not self._is_gone:
             ghost, address = self._rng.randbytes(ID_BYTES).hex(), f"{self._address}:{self._rng.randint(1024, 65535)}"
             properties = {"node": ghost, "namespace": self._namespace(), "boot": f"{self._rng.getrandbits(32):x}"}
@@ -146,7 +146,7 @@ class _Stranger:
             yield from lasting(self._world, 1.0 / per_s)
 
     def spoof(self, node: str) -> FaultProcess:
-        """All that a node has announced is at our address now, again and again."""
+        """Announce all services of a node at a foreign address, periodically."""
         while not self._is_gone:
             for service in self._world.host(node).lan.history:
                 port = service.address.rpartition(":")[2]
@@ -161,7 +161,7 @@ class _Stranger:
             yield from lasting(self._world, SPOOFED_EVERY_S)
 
     def leave(self) -> None:
-        """Its records run out; what is true is heard again."""
+        """Withdraw the foreign records; the neighbours receive the current ones."""
         self._is_gone = True
         note(self._world, "leave", self._fault.home)
         for ghost in self._ghosts:
@@ -173,7 +173,7 @@ class _Stranger:
             self._cast(Sighting(ours, gone=True) if truth is None else Sighting(truth))
 
     def _namespace(self) -> str:
-        """The cluster's, if it is to be known and somebody has said it; else another one."""
+        """Return the namespace of the cluster if it is to be known and was announced; else a random one."""
         if self._fault.knows_namespace:
             for host in self._hearers():
                 for service in host.lan.services:

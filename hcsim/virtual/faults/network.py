@@ -1,4 +1,4 @@
-"""Faults of connections and links: cut, clogged, half open, reset, changed, unplugged, moved, down."""
+"""Faults of connections and links."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from hcsim.virtual.wiring import Change
 
 @apply.register(Partition)
 def partition(fault: Partition, world: Surroundings) -> FaultProcess:
-    """Packets between the two sides are lost; one-way, those from the first side to the second."""
+    """Drop packets between the two sides; if one-way, those from the first side to the second."""
     pairs = [(a, b) for a in fault.sides[0] for b in fault.sides[1]]
     if not fault.oneway:
         pairs += [(b, a) for a, b in pairs]
@@ -38,7 +38,7 @@ def partition(fault: Partition, world: Surroundings) -> FaultProcess:
 
 @apply.register(Clog)
 def clog(fault: Clog, world: Surroundings) -> FaultProcess:
-    """What is sent is taken and kept on the way, datagrams and calls too; then all of it arrives."""
+    """Hold back everything sent, including datagrams and connection requests, and deliver it at the end."""
     a, b = fault.between
     until_ns = NEVER_NS if fault.duration_s is None else world.env.now_ns + round(fault.duration_s * NS)
     world.wiring.clog(a, b, until_ns)
@@ -49,7 +49,7 @@ def clog(fault: Clog, world: Surroundings) -> FaultProcess:
 
 @apply.register(HalfOpen)
 def half_open(fault: HalfOpen, world: Surroundings) -> None:
-    """The first host's system forgets its connections to the second and tells only its own process."""
+    """Drop the connections of the first host to the second. Only the first host's own process gets an error."""
     here, there = fault.between
     for channel in world.wiring.channels(here, there):
         channel.lose(f"{here} lost it")
@@ -57,7 +57,7 @@ def half_open(fault: HalfOpen, world: Surroundings) -> None:
 
 @apply.register(Reset)
 def reset(fault: Reset, world: Surroundings) -> None:
-    """Every connection between the two breaks: at once, or else when half of a frame has left."""
+    """Break every connection between the two hosts: at once, or when half of a frame has left."""
     for channel in world.wiring.channels(*fault.between):
         break_it = partial(channel.reset, "connection reset")
         if fault.mid_frame:
@@ -69,7 +69,7 @@ def reset(fault: Reset, world: Surroundings) -> None:
 
 @apply.register(WifiGate)
 def close_gate(fault: WifiGate, world: Surroundings) -> FaultProcess:
-    """Nothing passes through the air for a moment; what has left arrives."""
+    """Stop all transmission on a Wi-Fi network for a moment. Data that has already left arrives."""
     air = world.topology.resources.get(f"{fault.medium}.air")
     if air is not None:  # somebody is on it
         world.net.shut(air)
@@ -80,27 +80,27 @@ def close_gate(fault: WifiGate, world: Surroundings) -> FaultProcess:
 
 @apply.register(LinkChange)
 def change_link(fault: LinkChange, world: Surroundings) -> FaultProcess:
-    """A link gets another rate, latency or loss, for a while or for good."""
+    """Change the rate, latency or loss of a link, temporarily or permanently."""
     yield from _change(world, fault, fault.duration_s)
 
 
 @apply.register(CablePulled)
 def pull_cable(fault: CablePulled, world: Surroundings) -> FaultProcess:
-    """What went over the cable stalls; new connections take another way, where there is one."""
+    """Unplug a cable. Traffic over it stalls; new connections take another route, where there is one."""
     yield from _change(world, fault, fault.duration_s)
 
 
 @apply.register(RouterReboot)
 def reboot_router(fault: RouterReboot, world: Surroundings) -> FaultProcess:
-    """Nothing but Thunderbolt is left in a home."""
+    """Take down all media of a home except Thunderbolt."""
     yield from _change(world, fault, fault.duration_s)
 
 
 @apply.register(InterfaceChange)
 def change_interface(fault: InterfaceChange, world: Surroundings) -> FaultProcess:
-    """The host leaves a medium for another. Its old address is gone with the connections over it; nobody is told.
+    """Move the host to another medium. Its old address and the connections over it are lost without notice.
 
-    When it goes back, it does not leave what it was on before the move, or is on by another one."""
+    When it moves back, it keeps a medium that it had before the move, or one that another fault has given it."""
     _drop(world, fault.node, fault.medium)
     yield from _change(world, fault, fault.duration_s)
     if all(interface.name != fault.to for interface in world.topology.interfaces(fault.node)):
@@ -123,7 +123,7 @@ def _change(world: Surroundings, change: Change, duration_s: float | None) -> Fa
 
 @apply.register(BlockedPort)
 def block_port(fault: BlockedPort, world: Surroundings) -> FaultProcess:
-    """A port is closed to the others, or nothing passes through it."""
+    """Close a port to other hosts, or drop all its traffic."""
     cluster = world.scenario.cluster or Cluster()
     named = {"gradient": cluster.gradient_port, "discovery": cluster.discovery_port}
     port = named[fault.port] if isinstance(fault.port, str) else fault.port

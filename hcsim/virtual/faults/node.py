@@ -1,4 +1,4 @@
-"""Faults of machines: crashes, sleep, heat, what hangs, what runs out, and clocks that are wrong."""
+"""Faults of machines: crashes, sleep, throttling, hangs, exhausted resources, and wrong clocks."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from hcsim.virtual.host import Surroundings, VirtualHost
 
 @apply.register(Crash)
 def crash(fault: Crash, world: Surroundings) -> None:
-    """The process dies in the middle of whatever it does.
+    """Kill the process at an arbitrary point.
 
-    With `clean` its system lives on: it resets the connections and refuses new ones. Without, the peers hear nothing.
-    """
+    With `clean`, its operating system survives: it resets the connections and refuses new ones. Otherwise the peers
+    get no notice."""
     die(world, world.host(fault.node), clean=fault.clean)
 
 
 def die(world: Surroundings, host: VirtualHost, *, clean: bool) -> None:
-    """End this life of the host."""
+    """End the current life of the host."""
     if not host.alive:
         return
     # Of what was closed before, a system that lives on sends the rest.
@@ -53,7 +53,7 @@ def die(world: Surroundings, host: VirtualHost, *, clean: bool) -> None:
 
 @prepare.register(Restart)
 def expect(fault: Restart, world: Surroundings) -> None:
-    """Whoever waits for the node's program must know that it comes back; a stale store is copied in time."""
+    """Register that the node will return, and schedule the copy of its store for a restart with stale state."""
     will_return(world, fault.node)
     if fault.as_of_s is not None:
         when_ns = round(fault.as_of_s * NS)
@@ -63,7 +63,7 @@ def expect(fault: Restart, world: Surroundings) -> None:
 
 
 def will_return(world: Surroundings, node: str) -> None:
-    """A crash of the node is not its end: `bring_back` will be called once more."""
+    """Register that `bring_back` will restart the node, so that a crash is not its end."""
     world.returns[node] = world.returns.get(node, 0) + 1
 
 
@@ -74,7 +74,7 @@ def _copy_store(world: Surroundings, node: str, as_of_s: float) -> FaultProcess:
 
 @apply.register(Restart)
 def restart(fault: Restart, world: Surroundings) -> FaultProcess:
-    """The machine is started again: at once when it is down, else it goes down first."""
+    """Restart the machine. A machine that is up is crashed first; one that is down starts at once."""
     host = world.host(fault.node)
     wait_s = fault.down_s if host.alive else 0.0
     die(world, host, clean=fault.clean)
@@ -88,7 +88,7 @@ def restart(fault: Restart, world: Surroundings) -> FaultProcess:
 
 
 def bring_back(world: Surroundings, node: str, records: Mapping[str, bytes]) -> bool:
-    """Start the node with these records in its store, unless it lives already."""
+    """Start the node with these records in its store; return False if it is already up."""
     world.returns[node] -= 1
     if world.host(node).alive:
         return False
@@ -99,13 +99,13 @@ def bring_back(world: Surroundings, node: str, records: Mapping[str, bytes]) -> 
 
 @apply.register(Leave)
 def leave(fault: Leave, world: Surroundings) -> None:
-    """A program that can be asked to leave is asked; one that has ended does not notice."""
+    """Ask the program to leave; no effect if it has ended."""
     world.host(fault.node).leaving.set()
 
 
 @apply.register(Pause)
 def pause(fault: Pause, world: Surroundings) -> FaultProcess:
-    """Alive but stuck: a process stopped. Its system still takes what fits its buffers."""
+    """Suspend the process. Its operating system still accepts data up to the size of its buffers."""
     host = world.host(fault.node)
     _stop(world, host)
     if fault.duration_s is None:
@@ -114,13 +114,13 @@ def pause(fault: Pause, world: Surroundings) -> FaultProcess:
 
 
 def _held(world: Surroundings, host: VirtualHost, duration_s: float | None) -> FaultProcess:
-    """Let a stopped host go on after a while; None: never, as long as the host has this life."""
+    """Resume a suspended host after `duration_s`; None suspends it for the rest of this life."""
     yield from lasting(world, duration_s)
     _go_on(world, host)
 
 
 def _stop(world: Surroundings, host: VirtualHost) -> None:
-    """Stop all of the host's code."""
+    """Suspend all code of the host."""
     host.pauses += 1
     world.loop.freeze(host)
     host.device.stop()
@@ -136,8 +136,7 @@ def _go_on(world: Surroundings, host: VirtualHost) -> None:
 
 @apply.register(Lid)
 def close_lid(fault: Lid, world: Surroundings) -> FaultProcess:
-    """The machine sleeps: no code of it runs, nobody reaches it, and what measures time for its programs stands
-    still."""
+    """Put the machine to sleep: code suspended, host unreachable, monotonic clock stopped."""
     host = world.host(fault.node)
     if not host.alive:
         return
@@ -164,12 +163,11 @@ def close_lid(fault: Lid, world: Surroundings) -> FaultProcess:
 
 @apply.register(Throttle)
 def throttle(fault: Throttle, world: Surroundings) -> FaultProcess:
-    """The machine gets slower: heat, or another job."""
     yield from slow_down(world, fault.node, fault.factor, fault.duration_s)
 
 
 def slow_down(world: Surroundings, node: str, factor: float, duration_s: float | None) -> FaultProcess:
-    """Let the node compute at that part of its speed for a while; None: for good."""
+    """Run the node's device at this fraction of its speed; None: permanently."""
     world.host(node).device.slow_down(factor)
     yield from lasting(world, duration_s)
     note(world, "recover", node)
@@ -178,7 +176,7 @@ def slow_down(world: Surroundings, node: str, factor: float, duration_s: float |
 
 @apply.register(StuckDevice)
 def hang_device(fault: StuckDevice, world: Surroundings) -> FaultProcess:
-    """What the device computes is not finished: a driver or a chip that hangs."""
+    """Hang the device: it finishes no work."""
     world.host(fault.node).device.hang()
     yield from lasting(world, fault.duration_s)
     note(world, "unhang", fault.node)
@@ -187,7 +185,7 @@ def hang_device(fault: StuckDevice, world: Surroundings) -> FaultProcess:
 
 @apply.register(FullDisk)
 def fill_disk(fault: FullDisk, world: Surroundings) -> FaultProcess:
-    """Saving fails as it does where a real disk is full."""
+    """Make every save fail with the error of a full disk."""
     store = world.host(fault.node).store
 
     def refuse(name: str) -> None:
@@ -198,10 +196,11 @@ def fill_disk(fault: FullDisk, world: Surroundings) -> FaultProcess:
 
 @apply.register(SlowDisk)
 def slow_disk(fault: SlowDisk, world: Surroundings) -> FaultProcess:
-    """Saving takes its time, during which whoever saves does nothing else.
+    """Make every save slow; the saving program is blocked meanwhile.
 
-    A record that a device's function saves makes its work longer. Otherwise the process itself waits: all of the host
-    is held from the end of the callback that saves. What that callback sends behind the save leaves before the wait."""
+    A save within a function of the device extends that work. Otherwise the process blocks: the whole host is
+    suspended from the end of the callback that saves. What that callback sends after the save leaves before the
+    wait."""
     free_at_ns = 0
 
     def wait(name: str) -> None:
@@ -225,7 +224,7 @@ def _before_saving(world: Surroundings, fault: FullDisk | SlowDisk, act: Callabl
 
 @apply.register(FewDescriptors)
 def take_descriptors(fault: FewDescriptors, world: Surroundings) -> FaultProcess:
-    """The process may not have more connections than that, as with a low `ulimit -n`."""
+    """Limit the number of connections of the process, like a low `ulimit -n`."""
     limits = world.host(fault.node).descriptor_limits  # the machine's, in all of its lives
     limits.append(fault.connections)
     yield from lasting(world, fault.duration_s)
@@ -236,21 +235,20 @@ def take_descriptors(fault: FewDescriptors, world: Surroundings) -> FaultProcess
 
 @prepare.register(ClockJump)
 def be_wrong(fault: ClockJump, world: Surroundings) -> None:
-    """A clock that is wrong from the start is so before the first line of a program runs."""
+    """Set a clock that is wrong from the start before the first line of a program runs."""
     if fault.at_s == 0.0:
         world.host(fault.node).clock.offset_s += fault.by_s
 
 
 @apply.register(ClockJump)
 def jump(fault: ClockJump, world: Surroundings) -> None:
-    """The host's clock is set forward or back."""
     if fault.at_s > 0.0:
         world.host(fault.node).clock.offset_s += fault.by_s
 
 
 @apply.register(ClockDrift)
 def drift(fault: ClockDrift, world: Surroundings) -> FaultProcess:
-    """The host's clock runs fast or slow, and its timers with it."""
+    """Make the host's clock and timers run fast or slow."""
     world.host(fault.node).clock.multiply_rate(fault.rate)
     yield from lasting(world, fault.duration_s)
     note(world, "steady", fault.node)

@@ -40,7 +40,7 @@ from hcsim.collectives.group import Group
 from hcsim.config import Attachment, Ethernet, Node, Scenario, idealised
 from hcsim.runtime.channel import Payload, Phantom
 from hcsim.runtime.frame import Header
-from hcsim.transport.hello import Membership
+from hcsim.transport.hello import GroupMembership
 from hcsim.units import BitRate, Seconds
 from hcsim.virtual.host import VirtualHost
 from hcsim.virtual.loop import VirtualLoop
@@ -196,7 +196,7 @@ def our_all_reduces(count: int, ranks: int, beside: Beside | None = None) -> Non
     rounds, delay_s = ring_rounds(ranks)
 
     async def node(host: VirtualHost, rank: int, addresses: Sequence[str]) -> None:
-        async with await Group.open(host, Membership(rank, tuple(addresses))) as group:
+        async with await Group.open(host, GroupMembership(rank, tuple(addresses))) as group:
             for _ in range(count):
                 await group.all_reduce(tensor, algorithm="ring")
 

@@ -34,14 +34,14 @@ import numpy as np
 from hcsim.collectives.buffers import Array, array_of
 from hcsim.collectives.group import Group
 from hcsim.collectives.scheduler import Handle
-from hcsim.compressors.base import Compressor, State
-from hcsim.compressors.feedback import Feedback
+from hcsim.compressors.base import Compressor, CompressorStateDict
+from hcsim.compressors.feedback import ErrorFeedback
 from hcsim.compressors.powersgd import PowerSGD
 from hcsim.compressors.registry import make
 from hcsim.errors import CollectiveError, NotFinite, UsageError
 from hcsim.training.aggregation.aggregator import OneLevel
 from hcsim.training.layout import Bucket, Tensor
-from hcsim.training.learner import Ledger
+from hcsim.training.learner import TimeAccounting
 
 BUCKETS = 8
 """The number of concurrent calls. Each bucket has payload buffers, which its calls reuse."""
@@ -175,7 +175,7 @@ async def _remember(group: Group, operation: str, of: Compression, arrays: Seque
 def check_compressor(spec: str, *, remembered: bool) -> None:
     """Reject an invalid compressor, or one with per-tensor state where tensors cannot be identified."""
     compressor = make(spec, seed=0, rank=0)
-    if not remembered and isinstance(compressor, Feedback | PowerSGD):
+    if not remembered and isinstance(compressor, ErrorFeedback | PowerSGD):
         raise UsageError(
             f"{spec} remembers each tensor from step to step, and a plain all_reduce does not say which one it is:"
             " register hcsim.torch_backend.hooks with DDP, which does, or take a compressor that remembers nothing"
@@ -225,12 +225,12 @@ class _Turn(NamedTuple):
         return self.number + 1
 
 
-class Compressing:
+class CompressedCalls:
     """The compressed calls of one group."""
 
     def __init__(self, group: Group) -> None:
         self._rank = group.rank
-        self._ledger = Ledger(group.host)
+        self._ledger = TimeAccounting(group.host)
         self._kept: dict[str, _Kept] = {}
         self._plain: dict[tuple[str, int], Compressor] = {}
         self._asked: dict[tuple[str, str, int, int], None] = {}
@@ -366,11 +366,11 @@ def with_debts_of(memory: bytes, gone: bytes) -> bytes:
     return _packed(spec, state)
 
 
-def _packed(spec: str, state: State) -> bytes:
+def _packed(spec: str, state: CompressorStateDict) -> bytes:
     return msgspec.msgpack.encode((spec, {name: (a.dtype.str, a.shape, a.tobytes()) for name, a in state.items()}))
 
 
-def _unpacked(memory: bytes) -> tuple[str, State]:
+def _unpacked(memory: bytes) -> tuple[str, CompressorStateDict]:
     spec, arrays = msgspec.msgpack.decode(memory, type=tuple[str, dict[str, tuple[str, tuple[int, ...], bytes]]])
     return spec, {name: np.frombuffer(raw, kind).reshape(shape) for name, (kind, shape, raw) in arrays.items()}
 
@@ -385,11 +385,11 @@ def _placed(tensors: tuple[tuple[str, tuple[int, ...]], ...], length: int) -> tu
     return tuple(placed)
 
 
-_by_group: WeakKeyDictionary[Group, Compressing] = WeakKeyDictionary()
+_by_group: WeakKeyDictionary[Group, CompressedCalls] = WeakKeyDictionary()
 
 
-def compressing(group: Group) -> Compressing:
+def compressing(group: Group) -> CompressedCalls:
     found = _by_group.get(group)
     if found is None:
-        found = _by_group[group] = Compressing(group)
+        found = _by_group[group] = CompressedCalls(group)
     return found

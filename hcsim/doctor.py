@@ -26,7 +26,7 @@ from typing import Any, Literal, Protocol
 
 import msgspec
 
-from hcsim.cluster.probe import Speed, measure_speed
+from hcsim.cluster.probe import DeviceSpeed, measure_speed
 from hcsim.config import CATALOGUE, Cluster
 from hcsim.errors import HcsimError
 from hcsim.real.hardware import best_torch_device, this_chip, training_step_error
@@ -34,7 +34,7 @@ from hcsim.real.host import RealHost, RealOptions
 from hcsim.real.interfaces import host_name, list_interfaces, reachable_at
 from hcsim.runtime.host import Interface, Lan, Medium, Service
 
-State = Literal["good", "warning", "bad", "skipped"]
+CheckState = Literal["good", "warning", "bad", "skipped"]
 
 OLDEST_PYTHON = (3, 11)
 OLDEST_MACOS = 14
@@ -56,11 +56,11 @@ LOOPS: Mapping[str, str] = {
 """Compiled modules, and what is slower without them."""
 
 
-class Finding(msgspec.Struct, frozen=True, omit_defaults=True):
+class CheckResult(msgspec.Struct, frozen=True, omit_defaults=True):
     """The result of one check."""
 
     check: str
-    state: State
+    state: CheckState
     found: str
     remedy: str = ""
 
@@ -82,11 +82,11 @@ class Facts(msgspec.Struct, frozen=True):
     """From when until when it looked for them, by its wall clock."""
 
 
-class Report(msgspec.Struct, frozen=True):
+class HealthReport(msgspec.Struct, frozen=True):
     """One machine's findings, as `hcsim doctor --json` prints them."""
 
     facts: Facts
-    findings: tuple[Finding, ...]
+    findings: tuple[CheckResult, ...]
 
     @property
     def healthy(self) -> bool:
@@ -160,99 +160,107 @@ class ThisSystem:
         return ""
 
 
-def check_system(system: System) -> Finding:
+def check_system(system: System) -> CheckResult:
     """The operating system is new enough, and Python runs natively."""
     if system.platform != "darwin":
-        return Finding("system", "good", f"{platform.system()} {platform.release()}, {platform.machine()}")
+        return CheckResult("system", "good", f"{platform.system()} {platform.release()}, {platform.machine()}")
     version = system.output("sw_vers", "-productVersion").strip()
     major = re.match(r"\d+", version)
     if major and int(major.group()) < OLDEST_MACOS:
         what = f"System Settings › General › Software Update: torch needs macOS {OLDEST_MACOS}"
-        return Finding("system", "bad", f"macOS {version}", what)
+        return CheckResult("system", "bad", f"macOS {version}", what)
     if system.output("sysctl", "-n", "sysctl.proc_translated").strip() == "1":
         what = "install a Python for arm64 (python.org, or Homebrew in /opt/homebrew) and make the environment anew"
-        return Finding("system", "bad", f"macOS {version}, but this Python is for Intel and runs under Rosetta", what)
-    return Finding("system", "good", f"macOS {version or 'of an unknown version'}, {platform.machine()}")
+        return CheckResult(
+            "system", "bad", f"macOS {version}, but this Python is for Intel and runs under Rosetta", what
+        )
+    return CheckResult("system", "good", f"macOS {version or 'of an unknown version'}, {platform.machine()}")
 
 
-def check_python(version: tuple[int, ...] = tuple(sys.version_info[:3])) -> Finding:
+def check_python(version: tuple[int, ...] = tuple(sys.version_info[:3])) -> CheckResult:
     """Python is new enough."""
     found = "Python " + ".".join(map(str, version))
     if version[:2] < OLDEST_PYTHON:
         needed = ".".join(map(str, OLDEST_PYTHON))
-        return Finding("python", "bad", found, f"install Python {needed} or newer and make the environment anew")
-    return Finding("python", "good", f"{found} in {sys.prefix}")
+        return CheckResult("python", "bad", found, f"install Python {needed} or newer and make the environment anew")
+    return CheckResult("python", "good", f"{found} in {sys.prefix}")
 
 
-def check_loops(system: System) -> Finding:
+def check_loops(system: System) -> CheckResult:
     """The compiled inner loops were built when hcsim was installed."""
     missing = [what for module, what in LOOPS.items() if not system.has_module(module)]
     if not missing:
-        return Finding("compiled loops", "good", "all are there")
+        return CheckResult("compiled loops", "good", "all are there")
     compiler = "xcode-select --install" if system.platform == "darwin" else "install a C compiler and Python's headers"
     found = f"not built, and so slower: {', '.join(missing)}"
-    return Finding(
+    return CheckResult(
         "compiled loops", "warning", found, f"{compiler}; then pip install --force-reinstall --no-deps hcsim"
     )
 
 
-def check_power(system: System) -> Finding:
+def check_power(system: System) -> CheckResult:
     """The machine does not fall asleep or slow down while it works."""
     if system.platform != "darwin":
-        return Finding("power", "skipped", "only macOS tells")
+        return CheckResult("power", "skipped", "only macOS tells")
     settings, source = system.output("pmset", "-g"), system.output("pmset", "-g", "batt")
     if not settings:
-        return Finding("power", "skipped", "pmset does not answer")
+        return CheckResult("power", "skipped", "pmset does not answer")
     if "Battery Power" in source:
-        return Finding("power", "warning", "runs on its battery, and macOS slows it down", "connect the power adapter")
+        return CheckResult(
+            "power", "warning", "runs on its battery, and macOS slows it down", "connect the power adapter"
+        )
     if re.search(r"^\s*(?:lowpowermode|powermode)\s+1\b", settings, re.MULTILINE):
         what = "System Settings › Battery (or Energy): Low Power Mode: Never"
-        return Finding("power", "warning", "Low Power Mode is on", what)
+        return CheckResult("power", "warning", "Low Power Mode is on", what)
     sleep = re.search(r"^\s*sleep\s+(\d+)(.*)$", settings, re.MULTILINE)
     if sleep is None or sleep.group(1) == "0":
-        return Finding("power", "good", "on mains power, and never sleeps")
+        return CheckResult("power", "good", "on mains power, and never sleeps")
     if "prevented by" in sleep.group(2):
-        return Finding("power", "good", f"on mains power; sleep is{sleep.group(2).strip(' ()').removeprefix('sleep')}")
+        return CheckResult(
+            "power", "good", f"on mains power; sleep is{sleep.group(2).strip(' ()').removeprefix('sleep')}"
+        )
     found = f"falls asleep after {sleep.group(1)} min without input, also while it computes"
-    return Finding("power", "warning", found, "run it as `caffeinate -is hcsim run …`")
+    return CheckResult("power", "warning", found, "run it as `caffeinate -is hcsim run …`")
 
 
-def check_firewall(system: System) -> Finding:
+def check_firewall(system: System) -> CheckResult:
     """The application firewall lets other machines connect to this Python."""
     if system.platform != "darwin":
-        return Finding("firewall", "skipped", "checked from the other machines: hcsim doctor --hosts")
+        return CheckResult("firewall", "skipped", "checked from the other machines: hcsim doctor --hosts")
     state = system.output(FIREWALL, "--getglobalstate")
     if not state:
-        return Finding("firewall", "skipped", f"{FIREWALL} does not answer")
+        return CheckResult("firewall", "skipped", f"{FIREWALL} does not answer")
     if "State = 0" in state or "disabled" in state.lower():
-        return Finding("firewall", "good", "off")
+        return CheckResult("firewall", "good", "off")
     if "State = 2" in state or "ENABLED" in system.output(FIREWALL, "--getblockall").upper().replace("DISABLED", ""):
         what = "System Settings › Network › Firewall › Options: do not block all incoming connections"
-        return Finding("firewall", "bad", "blocks all incoming connections", what)
+        return CheckResult("firewall", "bad", "blocks all incoming connections", what)
     python = os.path.realpath(sys.executable)
     answer = system.output(FIREWALL, "--getappblocked", python).lower()
     if "permitted" in answer or "allowed" in answer:
-        return Finding("firewall", "good", "on, and lets connections to this Python in")
+        return CheckResult("firewall", "good", "on, and lets connections to this Python in")
     what = f"sudo {FIREWALL} --add {python} --unblockapp {python}"
     if "blocked" in answer:
-        return Finding("firewall", "bad", "on, and blocks connections to this Python", what)
-    return Finding("firewall", "warning", "on, and will ask when the first machine connects", what)
+        return CheckResult("firewall", "bad", "on, and blocks connections to this Python", what)
+    return CheckResult("firewall", "warning", "on, and will ask when the first machine connects", what)
 
 
-def check_ports(system: System, cluster: Cluster) -> list[Finding]:
+def check_ports(system: System, cluster: Cluster) -> list[CheckResult]:
     """Our ports are free, on all addresses and on each."""
     addresses = [address for each in system.interfaces() for address in each.addresses if ":" not in address]
     found = []
     for what, port in (("discovery_port", cluster.discovery_port), ("gradient_port", cluster.gradient_port)):
         taken = {host: why for host in ("0.0.0.0", *addresses) if (why := system.bind(host, port))}
         if not taken:
-            found.append(Finding(f"port {port}", "good", "free"))
+            found.append(CheckResult(f"port {port}", "good", "free"))
             continue
         host, why = next(iter(taken.items()))
         owner = _owner(system.output("lsof", "-nP", f"-iTCP:{port}", "-sTCP:LISTEN"))
         where = "" if host == "0.0.0.0" else f" at {host}"
         remedy = f"end it, or give the cluster another port: --set cluster.{what}=PORT on all machines"
-        found.append(Finding(f"port {port}", "bad", f"taken{where} by {owner or 'another program'} ({why})", remedy))
+        found.append(
+            CheckResult(f"port {port}", "bad", f"taken{where} by {owner or 'another program'} ({why})", remedy)
+        )
     return found
 
 
@@ -264,25 +272,25 @@ def _owner(listing: str) -> str:
     return ""
 
 
-def check_interfaces(system: System) -> list[Finding]:
+def check_interfaces(system: System) -> list[CheckResult]:
     """The fastest wire is the one that others would use."""
     usable = [each for each in system.interfaces() if each.medium not in (Medium.LOOPBACK, Medium.TUNNEL)]
     if not usable:
         what = "connect a cable, or join a Wi-Fi network"
-        return [Finding("network", "bad", "no interface has an address: no other machine can be reached", what)]
+        return [CheckResult("network", "bad", "no interface has an address: no other machine can be reached", what)]
     first, told = usable[0], ", ".join(_describe(each) for each in usable)
     offered = ", ".join(reachable_at(usable))
-    found = [Finding("network", "good", f"{told}; offered to others in this order: {offered}")]
+    found = [CheckResult("network", "good", f"{told}; offered to others in this order: {offered}")]
     if first.medium is Medium.WIFI:
         what = "connect a cable: Ethernet carries several times as much, and Thunderbolt more"
-        found.append(Finding("network", "warning", f"{first.name} (Wi-Fi) is the fastest way to others", what))
+        found.append(CheckResult("network", "warning", f"{first.name} (Wi-Fi) is the fastest way to others", what))
     for each in usable:
         if each.medium is Medium.ETHERNET and each.rate_bps and each.rate_bps < 1e9:
             what = "another cable or switch port: it should be 1 Gb/s at least"
-            found.append(Finding("network", "warning", f"{each.name} has only {each.rate_bps / 1e6:g} Mb/s", what))
+            found.append(CheckResult("network", "warning", f"{each.name} has only {each.rate_bps / 1e6:g} Mb/s", what))
         if each.medium is Medium.THUNDERBOLT and any(address.startswith("169.254.") for address in each.addresses):
             found.append(
-                Finding(
+                CheckResult(
                     "network",
                     "warning",
                     f"{each.name} (Thunderbolt) has a self-assigned address, which macOS may route another way",
@@ -297,24 +305,24 @@ def _describe(interface: Interface) -> str:
     return f"{interface.name} ({interface.medium.value}{rate})"
 
 
-def check_limits(system: System) -> list[Finding]:
+def check_limits(system: System) -> list[CheckResult]:
     """Enough descriptors, and short enough paths of Unix sockets."""
     soft, hard = system.descriptors()
-    found = [Finding("descriptors", "good", f"{soft}")]
+    found = [CheckResult("descriptors", "good", f"{soft}")]
     if 0 <= soft < FEWEST_DESCRIPTORS:
         enough = hard < 0 or hard >= FEWEST_DESCRIPTORS
         remedy = f"ulimit -n {FEWEST_DESCRIPTORS}" if enough else f"raise the hard limit, which is {hard}"
-        found = [Finding("descriptors", "warning", f"{soft} at once: 32 machines use up to 400", remedy)]
+        found = [CheckResult("descriptors", "warning", f"{soft} at once: 32 machines use up to 400", remedy)]
     folder, longest = system.temporary_folder(), LONGEST_SOCKET_PATH.get(system.platform, 103)
     if len(os.fsencode(folder)) + OUR_SOCKET_NAME > longest:
         what = "set TMPDIR to a shorter folder, such as /tmp"
-        found.append(Finding("temporary folder", "bad", f"{folder} is too long for Unix sockets", what))
+        found.append(CheckResult("temporary folder", "bad", f"{folder} is too long for Unix sockets", what))
     return found
 
 
 async def check_announcing(
     lan: Lan, name: str, look_s: float, until: Awaitable[object] | None = None
-) -> tuple[Finding, tuple[str, ...]]:
+) -> tuple[CheckResult, tuple[str, ...]]:
     """What this machine announces by that name comes back to it; the names that other machines announce.
 
     It looks for that long, and until that is done: the reports of the others."""
@@ -335,11 +343,11 @@ async def check_announcing(
         async with asyncio.timeout(10):
             await lan.withdraw(name)
     except (HcsimError, OSError, TimeoutError) as error:
-        return Finding("multicast", "bad", f"announcing failed: {error or 'no answer'}", remedy), ()
+        return CheckResult("multicast", "bad", f"announcing failed: {error or 'no answer'}", remedy), ()
     others = tuple(each for each in seen if each != name)
     if name not in seen:
-        return Finding("multicast", "bad", "our own announcement does not come back", remedy), others
-    return Finding("multicast", "good", "our own announcement comes back"), others
+        return CheckResult("multicast", "bad", "our own announcement does not come back", remedy), others
+    return CheckResult("multicast", "good", "our own announcement comes back"), others
 
 
 async def _look(lan: Lan, seen: dict[str, None]) -> None:
@@ -348,34 +356,34 @@ async def _look(lan: Lan, seen: dict[str, None]) -> None:
             seen[sighting.service.name] = None
 
 
-async def check_device(device: str) -> list[Finding]:
+async def check_device(device: str) -> list[CheckResult]:
     """A small training step gives the right gradient, and the speed is that of the chip."""
     async with RealHost(RealOptions("doctor", device=device)) as host:
         try:
             wrong = await asyncio.to_thread(training_step_error, device)
             speed = await measure_speed(host)
         except Exception as error:
-            return [Finding(f"device {device}", "bad", f"a training step failed: {error}", _TORCH_REMEDY)]
+            return [CheckResult(f"device {device}", "bad", f"a training step failed: {error}", _TORCH_REMEDY)]
     if wrong:
-        return [Finding(f"device {device}", "bad", wrong, _TORCH_REMEDY)]
+        return [CheckResult(f"device {device}", "bad", wrong, _TORCH_REMEDY)]
     return [judged_speed(device, this_chip().name, speed)]
 
 
 _TORCH_REMEDY = "update macOS and torch; meanwhile `--device cpu`"
 
 
-def judged_speed(device: str, chip: str, speed: Speed) -> Finding:
+def judged_speed(device: str, chip: str, speed: DeviceSpeed) -> CheckResult:
     """The measured speed beside the catalogue's, where the chip is in it and its GPU was measured."""
     told = f"{speed.flops / 1e9:,.0f} GFLOP/s, {speed.memory_Bps / 1e9:.0f} GB/s"
     profile = CATALOGUE.get(chip.removeprefix("Apple ")) if device == "mps" else None
     if profile is None:
-        return Finding(f"device {device}", "good", f"{chip}: a training step is right; {told}")
+        return CheckResult(f"device {device}", "good", f"{chip}: a training step is right; {told}")
     share = speed.flops / profile.peak_flops
     told = f"{chip}: {told}, {share:.0%} of its peak"
     if share < SHARE_OF_PROFILE:
         what = "let it cool down, end what else computes, and look at its power settings"
-        return Finding(f"device {device}", "warning", told, what)
-    return Finding(f"device {device}", "good", told)
+        return CheckResult(f"device {device}", "warning", told, what)
+    return CheckResult(f"device {device}", "good", told)
 
 
 def facts_of(system: System, announced: str, sees: Sequence[str], looked_s: tuple[float, float]) -> Facts:
@@ -390,7 +398,7 @@ def facts_of(system: System, announced: str, sees: Sequence[str], looked_s: tupl
 
 async def examine(
     system: System, device: str = "auto", look_s: float = LOOK_S, until: Awaitable[object] | None = None
-) -> Report:
+) -> HealthReport:
     """Run all checks of one machine, which announces itself until that is done: the reports of the others."""
     cluster, announced = Cluster(), f"{host_name()}-doctor-{secrets.token_hex(3)}"
     async with RealHost(RealOptions(host_name())) as host:
@@ -400,10 +408,10 @@ async def examine(
     findings = [check_system(system), check_python(), check_loops(system), check_power(system), check_firewall(system)]
     findings += [*check_ports(system, cluster), *check_interfaces(system), multicast, *check_limits(system)]
     if not system.has_module("torch"):
-        findings.append(Finding("device", "bad", "torch is not installed", "pip install torch"))
+        findings.append(CheckResult("device", "bad", "torch is not installed", "pip install torch"))
     else:
         findings += await check_device(await asyncio.to_thread(best_torch_device) if device == "auto" else device)
-    return Report(facts_of(system, announced, sees, looked_s), tuple(findings))
+    return HealthReport(facts_of(system, announced, sees, looked_s), tuple(findings))
 
 
 # Other machines, through ssh.
@@ -435,37 +443,37 @@ def _ssh_remedy(host: str, output: str, system: str) -> str:
 
 async def examine_host(
     host: str, ask: Ask, system: str = sys.platform, wait_s: float = 120.0
-) -> tuple[Report | None, list[Finding]]:
+) -> tuple[HealthReport | None, list[CheckResult]]:
     """Another machine's report, and what is to be said about how it came."""
     if shutil.which("ssh") is None:
-        return None, [Finding(host, "bad", "there is no ssh here", "install OpenSSH")]
+        return None, [CheckResult(host, "bad", "there is no ssh here", "install OpenSSH")]
     began_s = time.time()
     try:
         async with asyncio.timeout(wait_s):
             status, output = await ask(host)
     except TimeoutError:
-        return None, [Finding(host, "bad", f"did not answer within {wait_s:g} s", f"ssh {host} hcsim doctor")]
+        return None, [CheckResult(host, "bad", f"did not answer within {wait_s:g} s", f"ssh {host} hcsim doctor")]
     last = (output.strip().splitlines() or ["nothing was said"])[-1][:200]
     if status == 255:
-        return None, [Finding(host, "bad", f"ssh failed: {last}", _ssh_remedy(host, output, system))]
+        return None, [CheckResult(host, "bad", f"ssh failed: {last}", _ssh_remedy(host, output, system))]
     if status == 127:
         remedy = "put hcsim on the PATH of a shell that is not interactive (~/.zshenv), or name it with --program"
-        return None, [Finding(host, "bad", "hcsim was not found there", remedy)]
+        return None, [CheckResult(host, "bad", "hcsim was not found there", remedy)]
     try:
-        report = msgspec.json.decode(output[output.index("{") :], type=Report)
+        report = msgspec.json.decode(output[output.index("{") :], type=HealthReport)
     except (ValueError, msgspec.MsgspecError):
-        return None, [Finding(host, "bad", f"gave no report: {last}", f"ssh {host} hcsim --version")]
+        return None, [CheckResult(host, "bad", f"gave no report: {last}", f"ssh {host} hcsim --version")]
     # Its clock was read between our question and its answer.
     ahead_s, behind_s = report.facts.time_s - time.time(), began_s - report.facts.time_s
     skew_s = max(ahead_s, behind_s)
     if skew_s > MOST_SKEW_S:
         what = "set the time automatically: System Settings › General › Date & Time, or `timedatectl set-ntp true`"
         side = "ahead of" if skew_s == ahead_s else "behind"
-        return report, [Finding("clock", "bad", f"{skew_s:.0f} s {side} this machine's", what)]
+        return report, [CheckResult("clock", "bad", f"{skew_s:.0f} s {side} this machine's", what)]
     return report, []
 
 
-def compare(reports: Mapping[str, Report]) -> list[Finding]:
+def compare(reports: Mapping[str, HealthReport]) -> list[CheckResult]:
     """What machines that are to work together differ in."""
     found = []
     names = sorted({name for report in reports.values() for name in report.facts.versions})
@@ -476,10 +484,10 @@ def compare(reports: Mapping[str, Report]) -> list[Finding]:
         if len(by_version) == 1:
             continue
         told = "; ".join(f"{version} on {', '.join(hosts)}" for version, hosts in by_version.items())
-        state: State = "bad" if name == "hcsim" else "warning"
-        found.append(Finding(f"version of {name}", state, told, f"pip install the same {name} everywhere"))
+        state: CheckState = "bad" if name == "hcsim" else "warning"
+        found.append(CheckResult(f"version of {name}", state, told, f"pip install the same {name} everywhere"))
     if not found and len(reports) > 1:
-        found.append(Finding("versions", "good", f"the same on {len(reports)} machines"))
+        found.append(CheckResult("versions", "good", f"the same on {len(reports)} machines"))
     for host, report in reports.items():
         unseen = [
             name
@@ -488,11 +496,11 @@ def compare(reports: Mapping[str, Report]) -> list[Finding]:
         ]
         if unseen:
             remedy = "the same network and no guest Wi-Fi or client isolation; or name the addresses: [cluster] peers"
-            found.append(Finding("multicast", "bad", f"{host} does not hear {', '.join(unseen)}", remedy))
+            found.append(CheckResult("multicast", "bad", f"{host} does not hear {', '.join(unseen)}", remedy))
     return found
 
 
-def _together_s(one: Report, other: Report) -> float:
+def _together_s(one: HealthReport, other: HealthReport) -> float:
     """How long both looked and were announced."""
     (began_s, ended_s), (since_s, until_s) = one.facts.looked_s, other.facts.looked_s
     return min(ended_s, until_s) - max(began_s, since_s)

@@ -44,7 +44,7 @@ still holds."""
 _FIGURES = struct.Struct("!ddqq32s")
 
 
-class Lap(msgspec.Struct, frozen=True):
+class JobRepeat(msgspec.Struct, frozen=True):
     """One repeat, combined over all ranks."""
 
     number: int
@@ -61,7 +61,7 @@ class Lap(msgspec.Struct, frozen=True):
     """The digest of the results of all ranks, in their order."""
 
 
-Observer: TypeAlias = Callable[[Lap], None]
+RepeatObserver: TypeAlias = Callable[[JobRepeat], None]
 
 
 def check_job(job: Job) -> None:
@@ -83,7 +83,7 @@ def check_job(job: Job) -> None:
         )
 
 
-async def run_job(group: Group, job: Job, observe: Observer) -> list[Lap]:
+async def run_job(group: Group, job: Job, observe: RepeatObserver) -> list[JobRepeat]:
     """Run the job on this rank. The observer is called after each repeat."""
     algorithm = _resolved(group, job)
     laps = []
@@ -94,7 +94,7 @@ async def run_job(group: Group, job: Job, observe: Observer) -> list[Lap]:
     return laps
 
 
-async def _repeat(group: Group, job: Job, algorithm: str, number: int) -> Lap:
+async def _repeat(group: Group, job: Job, algorithm: str, number: int) -> JobRepeat:
     host = group.host
     start, expected = _EXERCISES[job.operation](group, _Inputs(job, group.size))
     began_s = host.clock.elapsed()
@@ -111,7 +111,7 @@ async def _repeat(group: Group, job: Job, algorithm: str, number: int) -> Lap:
     figures = [_FIGURES.unpack(bytes(report)) for report in reports if not isinstance(report, Phantom)]
     computes_s, times_s, sent, wrongs, digests = zip(*figures, strict=True)
     verified = job.payload == "data"
-    return Lap(
+    return JobRepeat(
         number,
         algorithm,
         max(computes_s),

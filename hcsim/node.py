@@ -11,9 +11,9 @@ from contextlib import asynccontextmanager
 
 import msgspec
 
-from hcsim.cluster.conductor import Introduction
-from hcsim.cluster.coordinator import Coordinated, Coordinator, Policy
-from hcsim.cluster.node import Node
+from hcsim.cluster.coordinator import CoordinatedMembership, Coordinator, CoordinatorPolicy
+from hcsim.cluster.membership_source import NodeInfo
+from hcsim.cluster.node import ClusterNode
 from hcsim.cluster.view import View
 from hcsim.config.cluster import Cluster
 from hcsim.config.training import Training
@@ -21,19 +21,19 @@ from hcsim.errors import HcsimError
 from hcsim.identity.handshake import Credentials
 from hcsim.runtime.address import address_at
 from hcsim.runtime.host import Host
-from hcsim.training.elastic.checkpoint import Checkpoints, Origin, in_store
-from hcsim.training.elastic.member import Extras
+from hcsim.training.elastic.checkpoint import CheckpointOrigin, CheckpointWriter, in_store
+from hcsim.training.elastic.member import TrainingExtras
 from hcsim.training.elastic.train import follow, prepare
 from hcsim.training.run import Observer, Report
 from hcsim.training.strategies import ParameterServer, strategy
 from hcsim.training.task import Task
 from hcsim.training.tasks import task
-from hcsim.transport.admission import AdmittedHost, Verdict
-from hcsim.transport.callers import Once
+from hcsim.transport.admission import AdmissionOutcome, AdmittedHost
+from hcsim.transport.admission_queue import LogDeduplicator
 from hcsim.transport.hello import Wire
 
 
-class Plan(msgspec.Struct, frozen=True):
+class ClusterJob(msgspec.Struct, frozen=True):
     """The work of a cluster, the same on all nodes."""
 
     cluster: Cluster
@@ -44,13 +44,13 @@ class Plan(msgspec.Struct, frozen=True):
 
 def admitted(host: Host, credentials: Credentials, tell: Callable[[str], None]) -> Host:
     """Return the host with channels to members only. `tell` is called for rejected peers."""
-    once = Once(tell)
+    once = LogDeduplicator(tell)
     return AdmittedHost(host, credentials, lambda verdict: _report(verdict, once))
 
 
-def introduced(name: str, hosts: Sequence[str], cluster: Cluster, proved: Credentials, home: str = "") -> Introduction:
+def introduced(name: str, hosts: Sequence[str], cluster: Cluster, proved: Credentials, home: str = "") -> NodeInfo:
     """Return the introduction to the other members of a machine that is reached at these hosts."""
-    return Introduction(
+    return NodeInfo(
         node=proved.key.node_id,
         boot=proved.boot,
         name=name,
@@ -70,7 +70,7 @@ async def coordinating(
         yield
         return
     inside, beat = admitted(host, credentials, tell), cluster.beat
-    policy = Policy(
+    policy = CoordinatorPolicy(
         workers=max(most, cluster.needed),
         begin=cluster.needed,
         heartbeat_s=float(beat.interval_s),
@@ -92,7 +92,7 @@ async def coordinating(
 
 
 @asynccontextmanager
-async def running(node: Node | Coordinated) -> AsyncIterator[None]:
+async def running(node: ClusterNode | CoordinatedMembership) -> AsyncIterator[None]:
     """Let the node accept connections and look for other nodes inside this context."""
     await node.start()
     reason = "it ended with an error"
@@ -105,8 +105,8 @@ async def running(node: Node | Coordinated) -> AsyncIterator[None]:
 
 async def train_as_member(
     host: Host,
-    me: Introduction,
-    plan: Plan,
+    me: NodeInfo,
+    plan: ClusterJob,
     *,
     credentials: Credentials | None = None,
     observer: Observer | None = None,
@@ -125,14 +125,14 @@ async def train_as_member(
         tell(f"view {view.epoch}: {f'training goes on after step {step}' if step else f'training begins{anew}'}")
 
     trusted = None if credentials is None else credentials.trusted
-    node: Node | Coordinated
+    node: ClusterNode | CoordinatedMembership
     if plan.cluster.coordinator is None:
-        node = Node(inside, me, plan.cluster, tell, _terms(plan), trusted)
+        node = ClusterNode(inside, me, plan.cluster, tell, _terms(plan), trusted)
     else:
-        node = Coordinated(inside, me, plan.cluster.coordinator, tell, _terms(plan))
+        node = CoordinatedMembership(inside, me, plan.cluster.coordinator, tell, _terms(plan))
     # It may take seconds to load data and to build a model: a node answers from its first moment, so they come before.
     saving = _checkpoints(inside, plan, what, tell) if durable else None
-    extras = Extras(observer, what, leaving, saving, began, by_links=plan.cluster.measure == "order")
+    extras = TrainingExtras(observer, what, leaving, saving, began, by_links=plan.cluster.measure == "order")
     member = prepare(inside, node, plan.training, plan.seed, extras)
     async with running(node):
         try:
@@ -144,9 +144,9 @@ async def train_as_member(
         return report
 
 
-def _terms(plan: Plan) -> dict[str, str]:
+def _terms(plan: ClusterJob) -> dict[str, str]:
     """Return the settings that must be equal on all members; settings of the training are compared when it begins."""
-    wire, usual = plan.wire, Plan(Cluster(), plan.training, plan.seed)
+    wire, usual = plan.wire, ClusterJob(Cluster(), plan.training, plan.seed)
     given = {
         "wire.segment": (f"{wire.segment_bytes} B", f"{usual.wire.segment_bytes} B"),
         "wire.stripes": (str(wire.stripes), str(usual.wire.stripes)),
@@ -155,22 +155,24 @@ def _terms(plan: Plan) -> dict[str, str]:
     return {name: ours for name, (ours, default) in given.items() if ours != default}
 
 
-def _checkpoints(host: Host, plan: Plan, what: Task | None, tell: Callable[[str], None]) -> Checkpoints | None:
+def _checkpoints(
+    host: Host, plan: ClusterJob, what: Task | None, tell: Callable[[str], None]
+) -> CheckpointWriter | None:
     """A phantom task has nothing to save. Checkpoints of a parameter server cannot be used by the other
     strategies."""
     trained = what or task(plan.training.task)
     if trained.phantom:
         return None
     name = "server_checkpoint" if isinstance(strategy(plan.training.strategy), ParameterServer) else "checkpoint"
-    return Checkpoints(
+    return CheckpointWriter(
         plan.cluster.checkpoint_every,
         in_store(host.store, name),
         tell,
         keep=plan.cluster.checkpoint_keep,
-        origin=Origin(trained.name, trained.fingerprint),
+        origin=CheckpointOrigin(trained.name, trained.fingerprint),
     )
 
 
-def _report(verdict: Verdict, tell: Callable[[str], None]) -> None:
+def _report(verdict: AdmissionOutcome, tell: Callable[[str], None]) -> None:
     if not verdict.node:
         tell(verdict.text)

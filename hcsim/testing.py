@@ -21,7 +21,7 @@ from msgspec.structs import replace
 from hcsim.collectives.algorithms import algorithms, buffer_elements, plan
 from hcsim.collectives.plan import Shape, split
 from hcsim.collectives.verify import PlanError, verify
-from hcsim.compressors.base import Array, Bytes, Compressor, Ident
+from hcsim.compressors.base import Array, ByteArray, Compressor, Ident
 from hcsim.compressors.feedback import OWED, SUFFIX
 from hcsim.compressors.registry import make
 from hcsim.config import Cluster, Fault, Restart, Scenario, Training, load_scenario, parse_scenario, write_scenario
@@ -161,7 +161,7 @@ def _check_payload(spec: str, tensor: Array, where: str) -> None:
         _require(damaged.size == payload.size or not coder.sized, f"{where}: a payload of another length is refused")
 
 
-def _damaged(payload: Bytes) -> Iterator[Bytes]:
+def _damaged(payload: ByteArray) -> Iterator[ByteArray]:
     draw = np.random.default_rng(2)
     yield payload[:-1].copy()
     yield np.append(payload, np.uint8(0))

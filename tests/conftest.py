@@ -23,7 +23,7 @@ from hypothesis import settings
 from hcsim import Group, Options, Outcome, Wire, real_group, simulate
 from hcsim.cli import script
 from hcsim.config import AnyFault
-from hcsim.scripts.processes import Processes
+from hcsim.scripts.processes import RankProcesses
 from hcsim.scripts.run import simulate_script
 from tests.switches import on_switch
 from tests.torch_backend.ranks import Ranks
@@ -172,13 +172,13 @@ def ranks() -> Iterator[Ranks]:
 
 
 @pytest.fixture(scope="session")
-def processes() -> Iterator[Processes]:
+def processes() -> Iterator[RankProcesses]:
     """Where the ranks of simulated scripts come from; torch is loaded there once for all of them."""
-    with Processes() as shared:
+    with RankProcesses() as shared:
         yield shared
 
 
 @pytest.fixture
-def ranks_at_hand(processes: Processes, monkeypatch: pytest.MonkeyPatch) -> None:
+def ranks_at_hand(processes: RankProcesses, monkeypatch: pytest.MonkeyPatch) -> None:
     """`hcsim run SCRIPT` takes its ranks from there too."""
     monkeypatch.setattr(script, "simulate_script", partial(simulate_script, processes=processes))

@@ -13,15 +13,15 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from hcsim.cluster.probe import Speed
+from hcsim.cluster.probe import DeviceSpeed
 from hcsim.config import Cluster
 from hcsim.doctor import (
     FIREWALL,
     LOOPS,
     Ask,
+    CheckResult,
     Facts,
-    Finding,
-    Report,
+    HealthReport,
     ThisSystem,
     check_announcing,
     check_device,
@@ -108,7 +108,7 @@ class Recorded:
         return self._taken.get((host, port), "")
 
 
-def all_of(system: Recorded) -> list[Finding]:
+def all_of(system: Recorded) -> list[CheckResult]:
     single = [check(system) for check in (check_system, check_loops, check_power, check_firewall)]
     return [*single, *check_ports(system, Cluster()), *check_interfaces(system), *check_limits(system)]
 
@@ -225,11 +225,11 @@ def test_dropped_multicast_is_named() -> None:
 
 
 def test_a_slow_gpu_is_named() -> None:
-    assert judged_speed("mps", "Apple M1 Max", Speed(8e12, 300e9)).state == "good"
-    slow = judged_speed("mps", "Apple M1 Max", Speed(2e12, 300e9))
+    assert judged_speed("mps", "Apple M1 Max", DeviceSpeed(8e12, 300e9)).state == "good"
+    slow = judged_speed("mps", "Apple M1 Max", DeviceSpeed(2e12, 300e9))
     assert slow.state == "warning"
     assert "19% of its peak" in slow.found
-    assert judged_speed("cpu", "Apple M1 Max", Speed(0.5e12, 60e9)).state == "good"
+    assert judged_speed("cpu", "Apple M1 Max", DeviceSpeed(0.5e12, 60e9)).state == "good"
 
 
 def test_this_machines_processor_takes_a_right_training_step() -> None:
@@ -238,10 +238,10 @@ def test_this_machines_processor_takes_a_right_training_step() -> None:
     assert "GFLOP/s" in finding.found
 
 
-def report(name: str, sees: tuple[str, ...], skew_s: float = 0.0, **versions: str) -> Report:
+def report(name: str, sees: tuple[str, ...], skew_s: float = 0.0, **versions: str) -> HealthReport:
     known = {"hcsim": "0.1.0", "torch": "2.13.0", **versions}
     now_s = time.time() + skew_s
-    return Report(Facts(name, "Darwin 24", "Apple M4", known, now_s, f"{name}-doctor", sees, (1.0, 9.0)), ())
+    return HealthReport(Facts(name, "Darwin 24", "Apple M4", known, now_s, f"{name}-doctor", sees, (1.0, 9.0)), ())
 
 
 def answer(status: int, output: str) -> Ask:
@@ -300,7 +300,7 @@ def hcsim(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:
 
 def test_the_command_prints_a_report_that_programs_read(tmp_path: Path) -> None:
     ended = hcsim("doctor", "--json", "--device", "cpu", "--look", "0.3 s", folder=tmp_path)
-    read = msgspec.json.decode(ended.stdout, type=Report)
+    read = msgspec.json.decode(ended.stdout, type=HealthReport)
     assert ended.returncode == (0 if read.healthy else 1), ended.stderr
     checks = {finding.check for finding in read.findings}
     assert {"system", "python", "network", "multicast", "device cpu"} <= checks

@@ -15,7 +15,7 @@ from typing import Annotated
 import typer
 
 from experiments import asked
-from hcsim.cli.fuzz import Search, replay_seed, search
+from hcsim.cli.fuzz import FuzzOptions, replay_seed, search
 from hcsim.fuzz.search import cores
 
 FINDINGS = Path("findings")
@@ -47,7 +47,7 @@ def main(
     else:
         asked.check_json(json)
         file = None if json is None else Path(json)
-        held = search(Search(seeds, 1 if first is None else first, None, workers, True, None, FINDINGS, file))
+        held = search(FuzzOptions(seeds, 1 if first is None else first, None, workers, True, None, FINDINGS, file))
     if not held:
         raise typer.Exit(1)
 

@@ -14,7 +14,7 @@ from hcsim.config import Cluster, Crash, Heartbeat, Pause, Training, parse_scena
 from hcsim.launch.virtual_cluster import simulate_cluster
 from hcsim.rng import stream
 from hcsim.telemetry.trace import Event
-from hcsim.training.tasks.convex import Slopes
+from hcsim.training.tasks.convex import LinearTask
 from hcsim.units import PositiveSeconds, Seconds
 from hcsim.workers import starting
 
@@ -84,7 +84,7 @@ def _measured(case: Loss) -> dict[str, str | float | int]:
         training=Training(task="slopes", steps=steps, timeout_s=PositiveSeconds(600)),
     )
     events: list[Event] = []
-    simulate_cluster(scenario, sink=events.extend, what=Slopes(), limit_s=end_s)
+    simulate_cluster(scenario, sink=events.extend, what=LinearTask(), limit_s=end_s)
     struck_ns = next(int(event[0]) for event in events if event[1] == "fault")
     later = [event for event in events if int(event[0]) > struck_ns and event[2] != victim]
     noticed_ns = next(int(event[0]) for event in later if event[1] in ("view failed", "view"))

@@ -13,10 +13,10 @@ import numpy as np
 
 from experiments.hostile import mutations
 from experiments.hostile.parsers import Parse, Parser, headed
-from hcsim.checkpoints.parts import Item, Part, parts_in, step_folder, write_part
+from hcsim.checkpoints.parts import CheckpointShard, Item, parts_in, step_folder, write_part
 from hcsim.errors import HcsimError
 from hcsim.training.layout import Layout
-from hcsim.training.saved import load_model, save_model
+from hcsim.training.model_file import load_model, save_model
 from hcsim.training.tasks import task
 
 _STEP = 7
@@ -57,7 +57,7 @@ def _description() -> bytes:
         Item(("bias",), "float32", (4,), (0,), (2,), stored="bias-of-0"),
         Item(("state", 0, "step"), plain={"$dict": [["step", 7], ["state", {"$tensor": "weight"}]]}),
     ]
-    part = Part(saving="1f", step=_STEP, rank=0, world=1, size_bytes=4, sha256="ab", items=items)
+    part = CheckpointShard(saving="1f", step=_STEP, rank=0, world=1, size_bytes=4, sha256="ab", items=items)
     with tempfile.TemporaryDirectory() as folder:
         write_part(Path(folder), part, b"data")
         return (step_folder(Path(folder), _STEP) / f"{part.stem}.json").read_bytes()

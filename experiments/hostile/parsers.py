@@ -24,18 +24,18 @@ from zeroconf._cache import DNSCache
 from experiments.hostile import mutations
 from experiments.hostile.mutations import Mutation
 from hcsim.cluster import joining, messages, probe
-from hcsim.cluster.agreement import Abstained, Accept, Accepted, Declined, Prepare, Promise, Record, Refused
+from hcsim.cluster.agreement import Abstained, Accept, Accepted, AcceptorState, Declined, Prepare, Promise, Refused
 from hcsim.cluster.diagnosis import Accusation, Findings
-from hcsim.cluster.discovery import Candidate, Candidates, place_of
-from hcsim.cluster.membership import Adopted, Membership, Send
-from hcsim.cluster.view import Member, Rules, View
-from hcsim.compressors.base import Ident, Shape
+from hcsim.cluster.discovery import Candidate, DialQueue, place_of
+from hcsim.cluster.membership import AdoptView, Membership, SendMessage
+from hcsim.cluster.view import Member, MembershipRules, View
+from hcsim.compressors.base import Ident, TensorShape
 from hcsim.compressors.powersgd import PowerSGD
 from hcsim.compressors.registry import make
 from hcsim.config import Training
 from hcsim.config.file import parse_scenario, shipped_scenarios
 from hcsim.errors import UNDECODABLE, HcsimError
-from hcsim.identity.handshake import Credentials, Fault, Handshake, Role, State
+from hcsim.identity.handshake import Credentials, Handshake, HandshakeFault, HandshakeRole, HandshakeState
 from hcsim.identity.key import NodeKey
 from hcsim.identity.namespace import ClusterSecret
 from hcsim.identity.trust_list import TrustList, TrustRecord, decode_record, phrase_key
@@ -48,10 +48,10 @@ from hcsim.runtime.host import packed, unpacked
 from hcsim.training import trainer
 from hcsim.training.elastic import checkpoint
 from hcsim.training.elastic.progress import NOTHING_YET, Provenance
-from hcsim.training.elastic.transfer import PIECE_BYTES, Parcel, _Taking
+from hcsim.training.elastic.transfer import PIECE_BYTES, StateArrays, _Taking
 from hcsim.training.parameter_server import messages as ps
 from hcsim.transport import hello
-from hcsim.transport.callers import one_line
+from hcsim.transport.admission_queue import one_line
 from hcsim.transport.hello import Wire
 from hcsim.transport.messages import Schema
 from hcsim.transport.rpc import messages as rpc
@@ -96,7 +96,7 @@ def _messages(name: str, schema: Schema[Any], valid: Sequence[msgspec.Struct]) -
 def pure_parsers() -> Iterator[Parser]:
     """Those that need neither a network nor a disk."""
     yield pure("frame header", _HEADERS, _header, mutations.sealed(mutations.bytewise, _with_crc))
-    yield from map(_handshake, Role)
+    yield from map(_handshake, HandshakeRole)
     yield pure("control message", [msgspec.msgpack.encode(each) for each in CONTROL], _control, mutations.msgpack)
     yield pure("announcement", [_announced()], _announcement)
     yield pure("group hello", [msgspec.msgpack.encode(_HELLO)], _hello, mutations.msgpack)
@@ -110,7 +110,9 @@ def pure_parsers() -> Iterator[Parser]:
     yield pure("trust list", _TRUST, _trust, mutations.msgpack)
     yield pure("phrase", _PHRASES, lambda data: _phrase(data.decode(errors="replace")))
     record = mutations.sealed(mutations.bytewise, _with_record_crc)
-    yield pure("record on disk", [packed(Record(VIEW))], lambda data: unpacked(data, Record, "here"), record)
+    yield pure(
+        "record on disk", [packed(AcceptorState(VIEW))], lambda data: unpacked(data, AcceptorState, "here"), record
+    )
     yield pure("checkpoint", [checkpoint.encode(_PARCEL)], _checkpoint,
                mutations.sealed(headed, _with_digest))  # fmt: skip
     yield pure("scenario", _SCENARIOS, _scenario, mutations.text)
@@ -125,8 +127,8 @@ _HEADERS = [
     encode_header(Header(100, Kind.DATA, 1, 2, 3, 4, 5, 6, 7, 8, 200)),
     encode_header(Header(0, Kind.BYE, sender=1)),
 ]
-_HELLO = hello.Hello("hcsim", 1, 3, Wire().segment_bytes, 1, 2)
-_US = hello.Membership(0, ("a:1", "b:1", "c:1"), epoch=1)
+_HELLO = hello.GroupHello("hcsim", 1, 3, Wire().segment_bytes, 1, 2)
+_US = hello.GroupMembership(0, ("a:1", "b:1", "c:1"), epoch=1)
 
 
 def _with_crc(data: bytes) -> bytes:
@@ -170,31 +172,31 @@ def _stored(name: str) -> TrustStore:
     return TrustStore(_SECRET, _key(name), name, StoredTrust(MemoryStore()))
 
 
-def _side(role: Role, name: str) -> Handshake:
+def _side(role: HandshakeRole, name: str) -> Handshake:
     draw = stream(1, "handshake", name)
     return Handshake(role, Credentials(_key(name), _SECRET, 1, draw.randbytes, _stored(name)), b"")
 
 
-def _handshake(role: Role) -> Parser:
+def _handshake(role: HandshakeRole) -> Parser:
     """Both sides are made of the same random numbers each time, so what was once said fits."""
-    other = Role.LISTENER if role is Role.CALLER else Role.CALLER
+    other = HandshakeRole.LISTENER if role is HandshakeRole.CALLER else HandshakeRole.CALLER
     said: list[bytes] = []
     one, two = _side(other, "other"), _side(role, "us")
-    message, hears = (one.first(), two) if other is Role.CALLER else (two.first(), one)
+    message, hears = (one.first(), two) if other is HandshakeRole.CALLER else (two.first(), one)
     while message is not None:
         if hears is two:
             said.append(message)
         message, hears = hears.receive(message), one if hears is two else two
-    assert two.state is State.ADMITTED
+    assert two.state is HandshakeState.ADMITTED
 
     def parse(data: bytes) -> None:
         us = _side(role, "us")
         us.first()
         for piece in _cut(data, [len(each) for each in said]):
             us.receive(piece)
-            if us.state in (State.ADMITTED, State.REFUSED):
+            if us.state in (HandshakeState.ADMITTED, HandshakeState.REFUSED):
                 break
-        if us.state is not State.ADMITTED:
+        if us.state is not HandshakeState.ADMITTED:
             raise HcsimError("refused")
         if data != b"".join(said) and us.theirs is not None and us.theirs.node_id != _key("other").node_id:
             raise Finding("somebody is admitted who has not proved its key")
@@ -217,16 +219,18 @@ VIEW = View("a1.1", 3, (_A, _B, _C), 2, formed=True, reason="c joined")
 _NEXT = View("a1.1", 4, (_A, _B), 3, formed=True, abrupt=True, left=("c1",), reason="c lost")
 _STATUS = messages.Status(_B, "b:1", "a1.1", 3, 3, True, reaches=("a1", "c1"), contacts=("a:1", "c:1"),
                           past=(("b1.1", 0),))  # fmt: skip
-CONTROL: tuple[messages.Message, ...] = (
-    messages.Hello(_STATUS, {"wire.stripes": "2"}),
-    messages.Beat(7, _STATUS),
-    messages.Beat(8, msgspec.structs.replace(_STATUS, broken=3, reason="b was lost", joins="a1.1", leaving=True)),
-    messages.Echo(7),
+CONTROL: tuple[messages.ControlMessage, ...] = (
+    messages.NodeHello(_STATUS, {"wire.stripes": "2"}),
+    messages.HeartbeatMessage(7, _STATUS),
+    messages.HeartbeatMessage(
+        8, msgspec.structs.replace(_STATUS, broken=3, reason="b was lost", joins="a1.1", leaving=True)
+    ),
+    messages.HeartbeatReply(7),
     messages.Decided(_NEXT),
     messages.Goodbye("it has finished or left"),
-    messages.Ask("c1"),
-    messages.Probe(),
-    messages.Told(_STATUS, VIEW, (messages.Link("a1", "a", "a:1", "a:2", 0.1, ""),), ()),
+    messages.StatusRequest("c1"),
+    messages.ProbeRequest(),
+    messages.StatusReply(_STATUS, VIEW, (messages.LinkStatus("a1", "a", "a:1", "a:2", 0.1, ""),), ()),
     messages.Qualified("a1.1", 1),
     messages.LastCall("a1.1"),
     messages.TrustUpdate(TrustRecord()),
@@ -245,11 +249,11 @@ _DAY_S = 86400.0
 def _control(data: bytes) -> None:
     """A message by b, which a node takes in that is in a view with it; what it then says must be readable."""
     message = messages.SCHEMA.decode(data, PEER)
-    node = Membership(_A, "a:1", Rules(3), Record(VIEW), lambda record: None)
+    node = Membership(_A, "a:1", MembershipRules(3), AcceptorState(VIEW), lambda record: None)
     for member in (_B, _C):
         node.heard(msgspec.structs.replace(_STATUS, us=member), 0.0)
         node.found(member.node, 0.0)
-    if isinstance(message, messages.Hello | messages.Beat):
+    if isinstance(message, messages.NodeHello | messages.HeartbeatMessage):
         if message.status.us.node != "b1":
             raise HcsimError("a channel's node speaks for itself alone")
         node.heard(message.status, 1.0)
@@ -260,9 +264,9 @@ def _control(data: bytes) -> None:
     node.heard(node.status, now)
     try:
         for effect in node.effects:
-            if isinstance(effect, Send):
+            if isinstance(effect, SendMessage):
                 messages.SCHEMA.decode(messages.SCHEMA.encode(effect.message), PEER)
-            elif isinstance(effect, Adopted):
+            elif isinstance(effect, AdoptView):
                 encode_header(Header(0, epoch=effect.view.epoch))
     except HcsimError as error:
         raise Finding(f"a node cannot go on after it: {type(error).__name__}") from error
@@ -277,8 +281,12 @@ _TALK = (
 
 
 _MEASURED = (
-    probe.Turn("b"), probe.Ping(), probe.Burst(16, 4096, True), probe.Took(0.1), probe.Found(probe.Line(0.1, 1e8, 1e8)),
-)  # fmt: skip
+    probe.Turn("b"),
+    probe.Ping(),
+    probe.Burst(16, 4096, True),
+    probe.Took(0.1),
+    probe.Found(probe.LinkSpeed(0.1, 1e8, 1e8)),
+)
 
 
 def _measurement(data: bytes) -> None:
@@ -317,7 +325,7 @@ def _announcement(data: bytes) -> None:
         raise HcsimError("zeroconf drops it")
     records = packet.answers()
     heard.cache.async_add_records(records)
-    candidates = Candidates(lambda node: False)
+    candidates = DialQueue(lambda node: False)
     found = False
     for record in records:
         service = cached(heard, record.alias) if isinstance(record, DNSPointer) else None  # type: ignore[arg-type]
@@ -331,35 +339,35 @@ def _announcement(data: bytes) -> None:
 
 # Remote calls, the parameter server and the coordinator.
 
-_ARGUMENTS = rpc.Parcel(
+_ARGUMENTS = rpc.EncodedValue(
     msgspec.msgpack.encode([{"worker": "b", "life": 7, "address": "b:1"}]),
     (rpc.ArraySpec("float32", (2, 3)),),
-    (rpc.Loan(1, "thing"),),
+    (rpc.ReferenceSpec(1, "thing"),),
     (2,),
 )
-RPC: tuple[rpc.Message, ...] = (
-    rpc.Call(1, "coordinator.register", _ARGUMENTS, 5.0, 1),
-    rpc.Call(2, "coordinator.heartbeat", rpc.Parcel(msgspec.msgpack.encode([0]))),
-    rpc.Result(1, _ARGUMENTS),
-    rpc.Failure(1, "ValueError", "no"),
-    rpc.Cancel(1),
-    rpc.Release(1, 1),
+RPC: tuple[rpc.RpcMessage, ...] = (
+    rpc.CallRequest(1, "coordinator.register", _ARGUMENTS, 5.0, 1),
+    rpc.CallRequest(2, "coordinator.heartbeat", rpc.EncodedValue(msgspec.msgpack.encode([0]))),
+    rpc.CallResult(1, _ARGUMENTS),
+    rpc.CallFailure(1, "ValueError", "no"),
+    rpc.CancelCall(1),
+    rpc.ReleaseReference(1, 1),
 )
 _QUESTIONS = (
     ps.Join("job", "b", 7, "digest"),
     ps.Pull(-1),
     ps.Push(1, 0, 16, "int8+ef", (100, 200)),
-    ps.Await(),
-    ps.Leave("done"),
+    ps.AwaitEnd(),
+    ps.LeaveRequest("done"),
 )
 _ANSWERS = (
-    ps.Welcome(1, 1, 7),
-    ps.Model(1, 400),
-    ps.Accepted(1, 1),
-    ps.Stale(1, 1),
-    ps.Refused(1, "no"),
-    ps.Wait(),
-    ps.Done(3),
+    ps.JoinReply(1, 1, 7),
+    ps.ModelReply(1, 400),
+    ps.PushAccepted(1, 1),
+    ps.PushStale(1, 1),
+    ps.RequestRefused(1, "no"),
+    ps.KeepAlive(),
+    ps.TrainingDone(3),
 )
 _INTENT = trainer.Intent(Training(task="convex"), 1, "digest")
 
@@ -374,7 +382,7 @@ def _settings(data: bytes) -> None:
 # What is handed over, or lies on a disk.
 
 
-_PARCEL = Parcel(
+_PARCEL = StateArrays(
     msgspec.msgpack.encode(NOTHING_YET),
     {"parameters": np.arange(12, dtype=np.float32), "optimizer/m": np.ones((3, 4)), "empty": np.zeros(0, np.float32)},
 )
@@ -411,8 +419,10 @@ def _with_digest(data: bytes) -> bytes:
     try:
         end = 8 + int.from_bytes(data[:8], "little")
         says = msgspec.json.decode(data[8:end])["__metadata__"]
-        parcel = Parcel(bytes.fromhex(says["about"]), safetensors.numpy.load(data))
-        return checkpoint.encode(parcel, checkpoint.Origin(says["task"], says["fingerprint"]), int(says["number"]))
+        parcel = StateArrays(bytes.fromhex(says["about"]), safetensors.numpy.load(data))
+        return checkpoint.encode(
+            parcel, checkpoint.CheckpointOrigin(says["task"], says["fingerprint"]), int(says["number"])
+        )
     except Exception:  # then there is nothing to make a digest of
         return data
 
@@ -450,11 +460,11 @@ def _scenario(data: bytes) -> None:
 CODECS = (
     "none", "topk:0.3", "randomk:0.3", "fp16", "bf16", "int8", "int8:block=16", "onebit", "powersgd:2", "zstd",
 )  # fmt: skip
-SHAPES: tuple[Shape, ...] = ((12, 10), (40, 30), (37,))
+SHAPES: tuple[TensorShape, ...] = ((12, 10), (40, 30), (37,))
 _OF = Ident("layer.weight", 3)
 
 
-def _encoded(spec: str, shape: Shape) -> bytes:
+def _encoded(spec: str, shape: TensorShape) -> bytes:
     tensor = generator(1, spec, *shape).standard_normal(shape).astype(np.float32)
     return make(spec, seed=1, rank=0).encode(tensor, _OF).tobytes()
 
@@ -472,7 +482,7 @@ def _decode(spec: str, data: bytes) -> None:
     coder.subtract(payload, np.zeros(shape, np.float32), _OF)
 
 
-def _factors(shape: Shape) -> bytes:
+def _factors(shape: TensorShape) -> bytes:
     """What crosses the wire for one matrix: the sums of both factors."""
     coder = PowerSGD(2, seed=1)
     values = generator(2, *shape).standard_normal(sum(coder.round_bytes(shape)) // 4).astype(np.float32)
@@ -497,4 +507,4 @@ def _powersgd_rounds(data: bytes) -> None:
         raise Finding("the total or what is remembered is not finite")
 
 
-REFUSALS = (HcsimError, Fault)
+REFUSALS = (HcsimError, HandshakeFault)

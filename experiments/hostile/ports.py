@@ -18,7 +18,7 @@ import msgspec
 
 from experiments.hostile import mutations
 from experiments.hostile.parsers import RPC, Finding, Parse, Parser
-from hcsim.cluster.coordinator import Coordinator, Policy
+from hcsim.cluster.coordinator import Coordinator, CoordinatorPolicy
 from hcsim.errors import ChannelError, HcsimError
 from hcsim.real.host import RealHost, RealOptions
 from hcsim.real.http import serving_metrics
@@ -195,7 +195,7 @@ async def _websockets() -> AsyncIterator[Call]:
 async def _coordinator() -> AsyncIterator[Call]:
     async with RealHost(RealOptions("host", shared_memory=False)) as host:
         listener = await host.listen("127.0.0.1:0")
-        coordinator = Coordinator(host, Policy(workers=2))
+        coordinator = Coordinator(host, CoordinatorPolicy(workers=2))
         coordinator.open(listener)
         try:
             yield partial(_say, listener.address)

@@ -12,10 +12,19 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
-from hcsim.checkpoints.parts import Part, chosen, data_file, gathered, place, write_part
+from hcsim.checkpoints.parts import CheckpointShard, chosen, data_file, gathered, place, write_part
 from hcsim.checkpoints.plain import as_tensor, dtype_name
 from hcsim.checkpoints.saver import own
-from hcsim.checkpoints.state import EXTRA, Divided, Entry, HasState, Held, Program, local, restore_random_state
+from hcsim.checkpoints.state import (
+    EXTRA,
+    Divided,
+    HasState,
+    Held,
+    ProgramState,
+    StateEntry,
+    local,
+    restore_random_state,
+)
 from hcsim.checkpoints.storage import Reader
 from hcsim.errors import CheckpointError
 
@@ -23,7 +32,7 @@ from hcsim.errors import CheckpointError
 class Checkpoint:
     """One saved step, complete and verified. `load` returns it; tensors are read on demand."""
 
-    def __init__(self, folder: Path, parts: Mapping[int, Part]) -> None:
+    def __init__(self, folder: Path, parts: Mapping[int, CheckpointShard]) -> None:
         self.reader = Reader(folder, parts=parts)
         metadata = self.reader.read_metadata()
         self._saved: dict[str, Any] = metadata.state_dict_metadata
@@ -80,7 +89,7 @@ class Checkpoint:
             self._check_whole("model.")
             if optimizer is not None:
                 self._check_whole("optimizer.")
-        program = Program(model, group)
+        program = ProgramState(model, group)
         self._restore_model(program, mine, alone)
         if optimizer is not None:
             self._restore_optimizer(program, optimizer, mine["optimizer"], alone)
@@ -94,7 +103,7 @@ class Checkpoint:
         if rank < self.world:
             restore_random_state(mine["random"])
 
-    def _restore_model(self, program: Program, mine: Mapping[str, Any], rank: int | None) -> None:
+    def _restore_model(self, program: ProgramState, mine: Mapping[str, Any], rank: int | None) -> None:
         targets = dict(self._target(entry, rank) for entry in program.entries())
         for entry in program.entries():
             self._check_fits(entry, rank)
@@ -121,11 +130,11 @@ class Checkpoint:
         here."""
         return held if called.startswith(("model.", "optimizer.")) else local(held)
 
-    def _target(self, entry: Entry, rank: int | None) -> tuple[str, Held]:
+    def _target(self, entry: StateEntry, rank: int | None) -> tuple[str, Held]:
         called = self._called(entry.name, rank)
         return called, self._fitting(called, entry.held)
 
-    def _check_fits(self, entry: Entry, rank: int | None) -> None:
+    def _check_fits(self, entry: StateEntry, rank: int | None) -> None:
         name, shape = entry.path[1], list(entry.held.shape)
         key, held = self._target(entry, rank)
         saved = self._saved.get(key)
@@ -146,7 +155,7 @@ class Checkpoint:
                 raise CheckpointError(f"{cannot}{beyond[0]} of the checkpoint")
 
     def _restore_optimizer(
-        self, program: Program, optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], rank: int | None
+        self, program: ProgramState, optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], rank: int | None
     ) -> None:
         """Restore the optimizer; parameter groups are matched by their parameters."""
         now = program.optimizer_state(optimizer)
@@ -172,7 +181,7 @@ class Checkpoint:
 
     def _moments(
         self,
-        program: Program,
+        program: ProgramState,
         name: str,
         counts: Mapping[str, Mapping[str, Any]],
         rank: int | None,
@@ -272,7 +281,7 @@ def load(folder: Path | str, step: int | None = None, *, group: dist.ProcessGrou
     return Checkpoint(folder, parts)
 
 
-def _spread(folder: Path, part: Part, having: list[int], group: dist.ProcessGroup | None) -> None:
+def _spread(folder: Path, part: CheckpointShard, having: list[int], group: dist.ProcessGroup | None) -> None:
     """Send a part from the first rank that has it to the ranks that lack it."""
     rank, world = place(group)
     if len(having) == world:

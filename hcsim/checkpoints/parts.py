@@ -54,7 +54,7 @@ class Item(msgspec.Struct, frozen=True, omit_defaults=True):
         return ".".join(map(str, self.path))
 
 
-class Part(msgspec.Struct, frozen=True, kw_only=True):
+class CheckpointShard(msgspec.Struct, frozen=True, kw_only=True):
     """The part that one rank saved."""
 
     format: str = FORMAT
@@ -103,7 +103,7 @@ def step_folder(folder: Path, step: int) -> Path:
     return folder / f"step-{step:08d}"
 
 
-def data_file(folder: Path, part: Part) -> Path:
+def data_file(folder: Path, part: CheckpointShard) -> Path:
     return step_folder(folder, part.step) / f"{part.stem}.safetensors"
 
 
@@ -115,7 +115,7 @@ def steps_in(folder: Path) -> list[int]:
     return sorted((int(match[1]) for match in found if match), reverse=True)
 
 
-def write_part(folder: Path, part: Part, data: bytes) -> None:
+def write_part(folder: Path, part: CheckpointShard, data: bytes) -> None:
     """Write the part to disk atomically, the JSON file last."""
     where = data_file(folder, part)
     try:
@@ -126,7 +126,7 @@ def write_part(folder: Path, part: Part, data: bytes) -> None:
         raise CheckpointError(f"{where}: the checkpoint cannot be written: {error.strerror}") from None
 
 
-def parts_in(folder: Path, step: int) -> tuple[list[Part], list[str]]:
+def parts_in(folder: Path, step: int) -> tuple[list[CheckpointShard], list[str]]:
     """Return the parts of a step whose JSON files are valid, and the errors of the others."""
     parts, troubles = [], []
     for path in sorted(step_folder(folder, step).glob("rank-*.json")):
@@ -144,7 +144,7 @@ def parts_in(folder: Path, step: int) -> tuple[list[Part], list[str]]:
     return parts, troubles
 
 
-def _sound(folder: Path, parts: Sequence[Part]) -> tuple[list[int], list[str]]:
+def _sound(folder: Path, parts: Sequence[CheckpointShard]) -> tuple[list[int], list[str]]:
     """Return the ranks of the parts whose data are intact, and the errors of the others."""
     sound, troubles = [], []
     for part in parts:
@@ -166,17 +166,17 @@ def _sound(folder: Path, parts: Sequence[Part]) -> tuple[list[int], list[str]]:
 
 def chosen(
     folder: Path, step: int | None, gather: Callable[[bytes], list[bytes]]
-) -> tuple[dict[int, Part], list[list[int]]]:
+) -> tuple[dict[int, CheckpointShard], list[list[int]]]:
     """Return the parts of the newest complete saving, and which of them each rank has. Damaged files are named."""
     if (folder / ".metadata").exists():
         raise CheckpointError(f"{folder} is a checkpoint of torch's FileSystemWriter: its FileSystemReader reads that")
-    mine: list[Part] = []
+    mine: list[CheckpointShard] = []
     troubles: list[str] = []
     for found in steps_in(folder) if step is None else [step]:
         parts, damaged = parts_in(folder, found)
         mine += parts
         troubles += damaged
-    described = _decoded(gather(msgspec.msgpack.encode(mine)), list[Part])
+    described = _decoded(gather(msgspec.msgpack.encode(mine)), list[CheckpointShard])
     for parts_of in _savings(described):
         sound, damaged = _sound(folder, [part for part in parts_of.values() if part in mine])
         troubles += damaged
@@ -195,7 +195,9 @@ def _decoded(everyones: Sequence[bytes], kind: Any) -> list[Any]:
     return [msgspec.msgpack.decode(each, type=kind) for each in everyones]
 
 
-def _nothing(folder: Path, step: int | None, described: Sequence[Sequence[Part]], troubles: Sequence[str]) -> str:
+def _nothing(
+    folder: Path, step: int | None, described: Sequence[Sequence[CheckpointShard]], troubles: Sequence[str]
+) -> str:
     """Describe what exists instead of a complete checkpoint."""
     said = list(troubles)
     for found in sorted({part.step for parts in described for part in parts}, reverse=True)[:3]:
@@ -208,9 +210,9 @@ def _nothing(folder: Path, step: int | None, described: Sequence[Sequence[Part]]
     return f"{folder}: there is {what} here" + (f": {'; '.join(dict.fromkeys(said))}" if said else "")
 
 
-def _savings(described: Sequence[Sequence[Part]]) -> Iterator[dict[int, Part]]:
+def _savings(described: Sequence[Sequence[CheckpointShard]]) -> Iterator[dict[int, CheckpointShard]]:
     """Yield the savings of which every part exists on some rank, the newest first."""
-    found: dict[tuple[int, int, str], dict[int, Part]] = {}
+    found: dict[tuple[int, int, str], dict[int, CheckpointShard]] = {}
     for part in (part for parts in described for part in parts):
         found.setdefault((part.step, part.again, part.saving), {})[part.rank] = part
     for _, parts in sorted(found.items(), key=lambda item: item[0], reverse=True):
@@ -236,16 +238,16 @@ def remove_savings(folder: Path, step: int, before: int) -> None:
             data.unlink(missing_ok=True)
 
 
-def _sealed(part: Part) -> bytes:
+def _sealed(part: CheckpointShard) -> bytes:
     body = msgspec.json.format(msgspec.json.encode(part))
     return body + b"\n" + hashlib.sha256(body).hexdigest().encode() + b"\n"
 
 
-def _unsealed(data: bytes) -> Part:
+def _unsealed(data: bytes) -> CheckpointShard:
     body, _, seal = data.removesuffix(b"\n").rpartition(b"\n")
     if hashlib.sha256(body).hexdigest().encode() != seal:
         raise ValueError("this is not what was written (its SHA-256 differs)")
     kind = msgspec.json.decode(body, type=_Kind).format  # its DecodeError is a ValueError
     if kind != FORMAT:
         raise ValueError(f"this is a {kind!r}, and {FORMAT!r} can be read")
-    return msgspec.json.decode(body, type=Part)
+    return msgspec.json.decode(body, type=CheckpointShard)

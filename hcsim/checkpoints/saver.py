@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from hcsim.checkpoints.parts import (
-    Part,
+    CheckpointShard,
     gathered,
     place,
     remove_savings,
@@ -38,7 +38,7 @@ from hcsim.checkpoints.parts import (
     write_part,
 )
 from hcsim.checkpoints.plain import as_tensor, dtype_name
-from hcsim.checkpoints.state import Divided, Entry, HasState, Program, chunks, local, random_state
+from hcsim.checkpoints.state import Divided, HasState, ProgramState, StateEntry, chunks, local, random_state
 from hcsim.checkpoints.storage import Taken, Writer, on_cpu, packed_plan, unpacked_plan
 from hcsim.errors import CheckpointError
 from hcsim.training.learner import fingerprint
@@ -46,7 +46,7 @@ from hcsim.training.learner import fingerprint
 _Kept = TypeVar("_Kept")
 
 
-class Mark(msgspec.Struct, frozen=True, array_like=True):
+class TensorReport(msgspec.Struct, frozen=True, array_like=True):
     """The metadata of a rank's tensor, or of its piece of one, which ranks compare."""
 
     first: bool
@@ -58,7 +58,7 @@ class Mark(msgspec.Struct, frozen=True, array_like=True):
     """A digest of the bits; None if they are not compared."""
 
     @classmethod
-    def of(cls, entry: Entry) -> Mark:
+    def of(cls, entry: StateEntry) -> TensorReport:
         shape = tuple(entry.held.shape)
         boxes = tuple((tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in chunks(entry.held))
         return cls(entry.first, dtype_name(local(entry.held).dtype), shape, boxes)
@@ -68,11 +68,11 @@ class Mark(msgspec.Struct, frozen=True, array_like=True):
         return sum(math.prod(sizes) for _, sizes in self.boxes)
 
 
-Marks = dict[str, Mark]
+Marks = dict[str, TensorReport]
 """A rank's marks, by the names of the tensors."""
 
 
-def is_own(found: Sequence[Mark | None], rank: int) -> bool:
+def is_own(found: Sequence[TensorReport | None], rank: int) -> bool:
     """Return whether a rank's tensor differs from those of the others under the same name, by their marks."""
     ours = found[rank]
     assert ours is not None
@@ -89,7 +89,7 @@ def own(rank: int, name: str, first: bool = False) -> str:
     return f"{'first' if first else 'own'}.{rank}.{name}"
 
 
-class State:
+class RankState:
     """A rank's state, where it lies."""
 
     def __init__(
@@ -102,7 +102,7 @@ class State:
         group: dist.ProcessGroup | None = None,
     ) -> None:
         self.rank, self.world = place(group)
-        program = Program(model, group)
+        program = ProgramState(model, group)
         self._entries = [*program.entries()]
         extra = program.extra_state()
         mine: dict[str, Any] = {
@@ -126,7 +126,7 @@ class State:
         digests. A single rank has no marks."""
         if self.world == 1:
             return {}
-        marks = {entry.name: Mark.of(entry) for entry in self._entries}
+        marks = {entry.name: TensorReport.of(entry) for entry in self._entries}
         if not alike:
             elsewhere = any(local(entry.held).device.type != "cpu" for entry in self._entries)
             presuming = self.planner([marks] * self.world) if elsewhere else None
@@ -155,7 +155,7 @@ class State:
             for name, digest in pending:
                 yield name, digest.result()
 
-    def planner(self, everyones: Sequence[Marks]) -> Planner:
+    def planner(self, everyones: Sequence[Marks]) -> CheckpointSavePlanner:
         """Return the planner, given the marks of all ranks."""
         values: dict[str, Any] = {**self._objects}
         paths: dict[str, tuple[str | int, ...]] = {**self._paths}
@@ -172,10 +172,10 @@ class State:
             if entry.name in self._brought:
                 brought[name] = self._brought[entry.name]
         self._brought = {}
-        return Planner(values, paths, brought)
+        return CheckpointSavePlanner(values, paths, brought)
 
 
-class Planner(DefaultSavePlanner):
+class CheckpointSavePlanner(DefaultSavePlanner):
     """DCP's planner, for tensors that lie on this rank or were copied from its device. It returns copies."""
 
     def __init__(
@@ -259,14 +259,14 @@ class Saver:
         Return when a copy has been taken. If the previous saving, or taking the copy, failed on any rank, raise
         the error on all ranks; nothing is saved then."""
 
-        def look() -> tuple[State, bytes]:
+        def look() -> tuple[RankState, bytes]:
             self.wait()
-            state = State(self._model, self._optimizer, also=self._also, plain=plain, group=self._group)
+            state = RankState(self._model, self._optimizer, also=self._also, plain=plain, group=self._group)
             return state, msgspec.msgpack.encode(state.marks(self._alike))
 
         state, marks = self._together(look)
 
-        def plan() -> tuple[tuple[Writer, Planner], bytes]:
+        def plan() -> tuple[tuple[Writer, CheckpointSavePlanner], bytes]:
             writer = Writer(self._folder, step, state.aliases)
             planner = state.planner([msgspec.msgpack.decode(each, type=Marks) for each in marks])
             return (writer, planner), packed_plan(writer.prepare_local_plan(planner.create_local_plan()))
@@ -315,10 +315,11 @@ class Saver:
             raise CheckpointError("; ".join(troubles)) from trouble
         return kept[0], [told for _, told in words]
 
-    def _exchanged(self, part: Part, data: bytes) -> list[tuple[Part, bytes]]:
+    def _exchanged(self, part: CheckpointShard, data: bytes) -> list[tuple[CheckpointShard, bytes]]:
         """Return this rank's part, and those of the preceding ranks, of which it keeps copies."""
         theirs = [
-            msgspec.msgpack.decode(each, type=Part) for each in gathered(msgspec.msgpack.encode(part), self._group)
+            msgspec.msgpack.decode(each, type=CheckpointShard)
+            for each in gathered(msgspec.msgpack.encode(part), self._group)
         ]
         held = [(part, data)]
         for distance in range(1, self._copies):
@@ -334,7 +335,7 @@ class Saver:
     def _write(
         self,
         taken: Taken,
-        parts: list[tuple[Part, bytes]] | None,
+        parts: list[tuple[CheckpointShard, bytes]] | None,
         pruned: int,
         replaced: tuple[int, int] | None,
     ) -> None:

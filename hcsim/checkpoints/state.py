@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from hcsim.errors import CheckpointError
-from hcsim.training.modules.sharded import Piece, Sharded
+from hcsim.training.modules.sharded import ParameterSlice, Sharded
 
 EXTRA = "_extra_state"
 
@@ -110,7 +110,7 @@ def chunks(held: Held) -> list[ChunkStorageMetadata]:
     return divided.__create_chunk_list__() if isinstance(held, Divided | DTensor) else []
 
 
-class Entry(NamedTuple):
+class StateEntry(NamedTuple):
     """A tensor of the state."""
 
     path: tuple[str, ...]
@@ -128,7 +128,7 @@ class Entry(NamedTuple):
         return ".".join(self.path)
 
 
-class Program:
+class ProgramState:
     """The state of a model and of an optimizer."""
 
     def __init__(self, model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
@@ -159,13 +159,13 @@ class Program:
             if name in self._blocks:
                 self.aliases |= self._within(name)
 
-    def entries(self) -> Iterator[Entry]:
+    def entries(self) -> Iterator[StateEntry]:
         """Yield this rank's part of the model's parameters and buffers."""
         for name, tensor in self._tensors.items():
             averaged = name not in self._blocks and _place(tensor) in self._averaged
             first = averaged or _place(tensor) in self._buffers
             for whole, held in self._held(name, tensor):
-                yield Entry(("model", whole), held, first, not averaged)
+                yield StateEntry(("model", whole), held, first, not averaged)
 
     def whole(self) -> Iterator[str]:
         """Yield the names of all saved tensors of the model, on any rank."""
@@ -180,7 +180,7 @@ class Program:
         state = {name: value for name, value in self._state.items() if not name.endswith(EXTRA)}
         set_model_state_dict(self._model, {**state, **{self.extra[whole]: value for whole, value in extra.items()}})
 
-    def optimizer_entries(self, state: Mapping[str, Any]) -> Iterator[Entry]:
+    def optimizer_entries(self, state: Mapping[str, Any]) -> Iterator[StateEntry]:
         """Yield the tensors of an `optimizer_state`."""
         for name, values in state["state"].items():
             averaged = name not in self._blocks and _place(self._tensors[name]) in self._averaged
@@ -192,7 +192,7 @@ class Program:
                     raise CheckpointError(f"{key} of {name} has not its shape, and cannot be saved by shards")
                 every = self._held(name, value) if value.dim() else ((whole, value) for whole in self.names(name))
                 for whole, held in every:
-                    yield Entry(("optimizer", "state", whole, key), held, averaged, not averaged)
+                    yield StateEntry(("optimizer", "state", whole, key), held, averaged, not averaged)
 
     def optimizer_plain(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return the rest of an `optimizer_state`: the settings of the parameter groups, by whole-model names, and
@@ -255,7 +255,7 @@ class Program:
             if lo < hi or (piece.lo == piece.hi and block.rank == 0):
                 yield whole, Divided(flat[lo - start : max(hi, lo) - start], piece.shape, lo - piece.lo)
 
-    def _in_block(self, shard: str, piece: Piece) -> str:
+    def _in_block(self, shard: str, piece: ParameterSlice) -> str:
         return self._whole(f"{shard.removesuffix('shard')}block.{piece.name.replace('_orig_mod.', '')}")
 
     def _within(self, shard: str) -> dict[str, str]:

@@ -44,13 +44,13 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from hcsim.checkpoints.parts import Item, Part, chosen, data_file, parts_in, write_part
+from hcsim.checkpoints.parts import CheckpointShard, Item, chosen, data_file, parts_in, write_part
 from hcsim.checkpoints.plain import dtype_name, dtype_of, put_together, taken_apart
 from hcsim.errors import CheckpointError
 
 
 class Saving(msgspec.Struct, frozen=True):
-    """Identifies the parts of one checkpoint: see `Part`."""
+    """Identifies the parts of one checkpoint: see `CheckpointShard`."""
 
     saving: str
     again: int
@@ -61,10 +61,10 @@ class Saving(msgspec.Struct, frozen=True):
 class Taken(NamedTuple):
     """A copy of a rank's part at one moment."""
 
-    part: Part
+    part: CheckpointShard
     tensors: dict[str, Tensor]
 
-    def packed(self) -> tuple[Part, bytes]:
+    def packed(self) -> tuple[CheckpointShard, bytes]:
         data = packed_tensors(self.tensors)
         digest = hashlib.sha256(data).hexdigest()
         return msgspec.structs.replace(self.part, size_bytes=len(data), sha256=digest), data
@@ -122,7 +122,7 @@ class Writer(StorageWriter):
             tensors[_packed(stored, data)] = on_cpu(data, copy=True) if copy else data
             items.append(msgspec.structs.replace(item, stored="" if stored == item.name else stored))
         saving = msgspec.structs.asdict(plan.storage_data)
-        return Taken(Part(step=self._step, items=items, aliases=self._aliases, **saving), tensors)
+        return Taken(CheckpointShard(step=self._step, items=items, aliases=self._aliases, **saving), tensors)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write the part and return when it is on disk."""
@@ -140,7 +140,9 @@ class Reader(StorageReader):
 
     `parts` are known to be intact; without them, the folder is searched and its files are checked."""
 
-    def __init__(self, folder: Path | str, step: int | None = None, *, parts: Mapping[int, Part] | None = None) -> None:
+    def __init__(
+        self, folder: Path | str, step: int | None = None, *, parts: Mapping[int, CheckpointShard] | None = None
+    ) -> None:
         self._folder, self._step, self._parts = Path(folder), step, parts
         self._files: dict[int, Any] = {}
         self._places: dict[tuple[str, tuple[int, ...] | None], tuple[int, Item]] = {}

@@ -9,7 +9,7 @@ import typer
 
 from hcsim.cli import cluster
 from hcsim.cli.errors import FAILED, errors_told
-from hcsim.cli.options import Bench, Command, Commands, Rank, Run, names_of, taking
+from hcsim.cli.options import BenchOptions, Command, Commands, RankOptions, RunOptions, names_of, taking
 
 app = typer.Typer(
     cls=Commands,
@@ -30,7 +30,7 @@ def _root(version: Annotated[bool, typer.Option("--version", help="Print the ver
 
 
 @app.command(cls=Command)
-@taking(Run)
+@taking(RunOptions)
 def run(**options: Any) -> None:
     """Train, or run a torch script: on a virtual cluster, or for real.
 
@@ -38,23 +38,23 @@ def run(**options: Any) -> None:
     with errors_told():
         from hcsim.cli import request
 
-        done = request.run(Run(**options))
+        done = request.run(RunOptions(**options))
     _end(done)
 
 
 @app.command(cls=Command)
-@taking(Bench)
+@taking(BenchOptions)
 def bench(**options: Any) -> None:
     """Time and check one collective operation on a virtual cluster."""
     with errors_told():
         from hcsim.cli import request
 
-        done = request.bench(Bench(**options))
+        done = request.bench(BenchOptions(**options))
     _end(done)
 
 
 @app.command(cls=Command)
-@taking(Rank)
+@taking(RankOptions)
 def rank(**options: Any) -> None:
     """Be one rank of several that are started by hand, for real.
 
@@ -62,7 +62,7 @@ def rank(**options: Any) -> None:
     with errors_told():
         from hcsim.cli import request
 
-        done = request.rank(Rank(**options))
+        done = request.rank(RankOptions(**options))
     _end(done)
 
 
@@ -169,7 +169,7 @@ def fuzz(
 ) -> None:
     """Search random faults for one that breaks what must hold."""
     with errors_told():
-        from hcsim.cli.fuzz import Search, replay_file, replay_seed, search
+        from hcsim.cli.fuzz import FuzzOptions, replay_file, replay_seed, search
         from hcsim.cli.request import only
 
         only(
@@ -183,7 +183,7 @@ def fuzz(
         elif replay is not None:
             done = replay_file(replay)
         else:
-            done = search(Search(seeds, first, minutes, workers, shrink, state, out, json))
+            done = search(FuzzOptions(seeds, first, minutes, workers, shrink, state, out, json))
     _end(done)
 
 

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from hcsim.cli import screen
 from hcsim.cli.settings import seconds
-from hcsim.doctor import Finding, Report, ThisSystem, ask_by_ssh, compare, examine, examine_host
+from hcsim.doctor import CheckResult, HealthReport, ThisSystem, ask_by_ssh, compare, examine, examine_host
 from hcsim.errors import ConfigError
 from hcsim.real.hardware import check_torch_device
 
@@ -42,11 +42,11 @@ def doctor(hosts: Sequence[str], device: str, look: str | None, program: str, *,
 
 async def _examine_all(
     hosts: Sequence[str], device: str, look: str, program: str
-) -> tuple[dict[str, Report], list[Finding]]:
+) -> tuple[dict[str, HealthReport], list[CheckResult]]:
     ask = partial(ask_by_ssh, program=program, look=look)
     others = asyncio.gather(*(examine_host(host, ask) for host in hosts))
     reports = {"here": await examine(ThisSystem(), device, seconds("--look", look), others)}
-    between: list[Finding] = []
+    between: list[CheckResult] = []
     for host, (report, findings) in zip(hosts, await others, strict=True):
         if report is not None:
             reports[host] = report
@@ -56,7 +56,7 @@ async def _examine_all(
     return reports, between + compare(reports)
 
 
-def _show(reports: dict[str, Report], between: Sequence[Finding]) -> None:
+def _show(reports: dict[str, HealthReport], between: Sequence[CheckResult]) -> None:
     for host, report in reports.items():
         facts = report.facts
         versions = ", ".join(f"{name} {version}" for name, version in facts.versions.items())
@@ -75,7 +75,7 @@ def _show(reports: dict[str, Report], between: Sequence[Finding]) -> None:
         screen.say("all is well")
 
 
-def _table(findings: Sequence[Finding]) -> Table:
+def _table(findings: Sequence[CheckResult]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_header=False)
     table.add_column(no_wrap=True)
     table.add_column(no_wrap=True)

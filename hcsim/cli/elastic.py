@@ -24,16 +24,16 @@ from typing import TextIO
 import msgspec
 
 from hcsim.cli import screen
-from hcsim.cli.recording import Files, recording
-from hcsim.cli.training import Onlooker, check, tell_outcome
+from hcsim.cli.recording import RecordingFiles, recording
+from hcsim.cli.training import ConsoleReporter, check, tell_outcome
 from hcsim.config import Scenario, Training, write_job
 from hcsim.errors import ConfigError
 from hcsim.launch.real import RealNode, train_in_cluster
 from hcsim.launch.virtual_cluster import simulate_cluster
-from hcsim.node import Plan
+from hcsim.node import ClusterJob
 from hcsim.real.hardware import best_torch_device, check_torch_device
 from hcsim.real.keys import load_secret
-from hcsim.real.ssh import Remotes, remotes
+from hcsim.real.ssh import SshProcesses, remotes
 from hcsim.telemetry.trace import Sink
 from hcsim.training.run import Point, Report
 from hcsim.training.strategies import check_elastic
@@ -48,7 +48,7 @@ to leave. The same line acknowledges the job."""
 SILENCE_S = 30.0
 
 
-class Others(msgspec.Struct, frozen=True):
+class RemoteHosts(msgspec.Struct, frozen=True):
     """The machines that are started from here."""
 
     hosts: tuple[str, ...] = ()
@@ -56,10 +56,10 @@ class Others(msgspec.Struct, frozen=True):
     """The name or path of hcsim on those machines."""
 
 
-class Member(Onlooker):
+class MemberReporter(ConsoleReporter):
     """Shows the progress of the members. Each step is shown once, for the first member that reports it."""
 
-    def __init__(self, progress: screen.Progress, save: Path | None, *, only_first: bool) -> None:
+    def __init__(self, progress: screen.ProgressLine, save: Path | None, *, only_first: bool) -> None:
         super().__init__(progress, save)
         self._only_first = only_first
         self._step = 0
@@ -71,13 +71,15 @@ class Member(Onlooker):
             self._progress.together(point)
 
 
-def train_virtual_cluster(scenario: Scenario, settings: Training, wire: Wire, files: Files, save: Path | None) -> bool:
+def train_virtual_cluster(
+    scenario: Scenario, settings: Training, wire: Wire, files: RecordingFiles, save: Path | None
+) -> bool:
     """Train a virtual cluster and show the outcome. Return whether all nodes that were present at the end
     finished."""
     check(settings, len(scenario.nodes), len(scenario.homes), save)
     check_elastic(settings)
-    with screen.Progress("step", settings.steps) as progress, recording(files) as record:
-        onlooker = Member(progress, save, only_first=True)
+    with screen.ProgressLine("step", settings.steps) as progress, recording(files) as record:
+        onlooker = MemberReporter(progress, save, only_first=True)
         told: dict[str, None] = {}
 
         def tell(host: str, what: str) -> None:
@@ -91,7 +93,7 @@ def train_virtual_cluster(scenario: Scenario, settings: Training, wire: Wire, fi
 
 
 def train_for_real(
-    node: RealNode, plan: Plan, trace: Path | None, save: Path | None, others: Others, *, attended: bool
+    node: RealNode, plan: ClusterJob, trace: Path | None, save: Path | None, others: RemoteHosts, *, attended: bool
 ) -> bool:
     """Find the other machines, train with them, and show the outcome.
 
@@ -106,7 +108,7 @@ def train_for_real(
     check_torch_device(node.device)
     if node.device == "auto":
         node = msgspec.structs.replace(node, device=best_torch_device())
-    with screen.Progress("step", settings.steps) as progress, recording(Files(trace)) as record:
+    with screen.ProgressLine("step", settings.steps) as progress, recording(RecordingFiles(trace)) as record:
         missing = cluster.needed - 1
         if missing:
             progress.waiting([screen.counted(missing, "other node")])
@@ -121,16 +123,16 @@ class _Session:
     """The training of this node, and the handling of interrupts and of standard input meanwhile."""
 
     def __init__(
-        self, node: RealNode, plan: Plan, progress: screen.Progress, save: Path | None, sink: Sink | None
+        self, node: RealNode, plan: ClusterJob, progress: screen.ProgressLine, save: Path | None, sink: Sink | None
     ) -> None:
         self._node = node
         self._sink = sink
         self._plan = plan
         self._progress = progress
-        self._onlooker = Member(progress, save, only_first=False)
+        self._onlooker = MemberReporter(progress, save, only_first=False)
         self._leaving = asyncio.Event()
 
-    async def run(self, others: Others, *, attended: bool) -> Report:
+    async def run(self, others: RemoteHosts, *, attended: bool) -> Report:
         """Train until the end, or until the node is asked to leave."""
         training = asyncio.ensure_future(self._train())
         stopped = False
@@ -165,7 +167,7 @@ class _Session:
                 training.cancel()
                 await asyncio.gather(training, return_exceptions=True)
 
-    async def _start(self, started: Remotes, others: Others) -> None:
+    async def _start(self, started: SshProcesses, others: RemoteHosts) -> None:
         node, plan = self._node, self._plan
         job = write_job("job", plan.seed, plan.cluster, plan.training)
         wire = plan.wire

@@ -24,7 +24,7 @@ from hcsim.fuzz.generate import scenario_of
 from hcsim.fuzz.invariants import breaches
 from hcsim.fuzz.phases import phases_of
 from hcsim.fuzz.replay import in_words, timeline
-from hcsim.fuzz.search import Finding, Pool, Record, cores, generator, reduce, save_finding
+from hcsim.fuzz.search import Finding, TrialLog, TrialPool, cores, generator, reduce, save_finding
 from hcsim.fuzz.trial import Trial, gather
 
 SEEDS = 100
@@ -32,7 +32,7 @@ SMALL_EACH = 2
 """How many seeds are shrunk for each invariant. Further seeds mostly show the same defect."""
 
 
-class Search(msgspec.Struct, frozen=True):
+class FuzzOptions(msgspec.Struct, frozen=True):
     """The arguments of a search."""
 
     seeds: int | None
@@ -45,16 +45,16 @@ class Search(msgspec.Struct, frozen=True):
     json: Path | None
 
 
-def search(asked: Search) -> bool:
+def search(asked: FuzzOptions) -> bool:
     """Run trials, report them and shrink what was found. Return whether every invariant held."""
     if asked.json is not None:
         _check_writable(asked.json)
-    record = Record(asked.state) if asked.state is not None else None
+    record = TrialLog(asked.state) if asked.state is not None else None
     trials = dict(record.trials) if record is not None else {}
     began_s, judged, interrupted = monotonic(), 0, False
     workers = asked.workers or cores()
     findings: list[Finding] = []
-    with Pool(workers) as pool:
+    with TrialPool(workers) as pool:
         try:
             for trial in _shown(pool.judged(_wanted(asked, trials)), asked, trials):
                 judged += 1
@@ -82,7 +82,7 @@ def search(asked: Search) -> bool:
     return not any(trial.breaches for trial in ordered)
 
 
-def _wanted(asked: Search, known: dict[int, Trial]) -> Iterator[int]:
+def _wanted(asked: FuzzOptions, known: dict[int, Trial]) -> Iterator[int]:
     """Yield the seeds without a trial so far."""
     ends_s = None if asked.minutes is None else monotonic() + 60 * asked.minutes
     seeds = asked.seeds if asked.seeds is not None or ends_s is not None else SEEDS
@@ -94,7 +94,7 @@ def _wanted(asked: Search, known: dict[int, Trial]) -> Iterator[int]:
             yield seed
 
 
-def _shown(trials: Iterator[Trial], asked: Search, known: dict[int, Trial]) -> Iterator[Trial]:
+def _shown(trials: Iterator[Trial], asked: FuzzOptions, known: dict[int, Trial]) -> Iterator[Trial]:
     """Yield trials as they finish, with a progress line, and a line for each trial that broke an invariant."""
     columns = (TextColumn("{task.description}"), MofNCompleteColumn(), TimeElapsedColumn())
     total = asked.seeds or (None if asked.minutes is not None else SEEDS)
@@ -144,7 +144,7 @@ def _report(trials: Sequence[Trial], coverage: Coverage, judged: int, spent_s: f
         screen.say("every invariant held in every seed")
 
 
-def _reduced(pool: Pool, trials: Sequence[Trial], out: Path) -> list[Finding]:
+def _reduced(pool: TrialPool, trials: Sequence[Trial], out: Path) -> list[Finding]:
     """Write the smallest scenarios that break the broken invariants into files."""
     wanted: list[tuple[int, str]] = []
     for invariant in dict.fromkeys(each for trial in trials for each in trial.broken):

@@ -14,9 +14,9 @@ from rich.table import Table
 from hcsim.cli import screen
 from hcsim.cli.options import CLUSTER, INVITATION_PORT
 from hcsim.cli.settings import seconds
-from hcsim.cluster.inquiry import Survey
-from hcsim.cluster.joining import Inviting, Knock, find, knock, thank
-from hcsim.cluster.messages import Link, Told
+from hcsim.cluster.joining import InvitationServer, Knock, find, knock, thank
+from hcsim.cluster.messages import LinkStatus, StatusReply
+from hcsim.cluster.status_client import StatusClient
 from hcsim.errors import ConfigError, HcsimError
 from hcsim.identity.key import NodeKey
 from hcsim.identity.namespace import ClusterSecret
@@ -38,7 +38,7 @@ from hcsim.real.keys import (
 from hcsim.real.tls import ClusterTls
 from hcsim.runtime.address import address_at, hosts_of, with_port
 from hcsim.runtime.host import Host
-from hcsim.transport.callers import Once
+from hcsim.transport.admission_queue import LogDeduplicator
 from hcsim.units import did_you_mean
 
 _ANSWER_S = 5.0
@@ -119,7 +119,7 @@ def show_phrase(home: Path, cluster: str) -> None:
     screen.note("whoever knows this phrase can join, until `hcsim cluster rotate`: do not send it where others read it")
 
 
-def _node_of(machine: str, members: Mapping[str, str], found: Survey) -> tuple[str, ...]:
+def _node_of(machine: str, members: Mapping[str, str], found: StatusClient) -> tuple[str, ...]:
     """Return the nodes with that name on the trust list, that name in their status, or that id."""
     names = {node: [name] for node, name in members.items()}
     for told in found.told.values():
@@ -140,9 +140,9 @@ async def _invite(home: Path, cluster: str, lasts_s: float, uses: int, port: int
     first, trusted = load_secret(home, cluster), load_trust(home, cluster, host_name())
     trusted.check_listed()
     secret = new_secret()
-    async with _alone_with(load_node_key(home), secret, Once(screen.note)) as host:
+    async with _alone_with(load_node_key(home), secret, LogDeduplicator(screen.note)) as host:
         invitation = Invitation(uses, host.clock.elapsed() + lasts_s)
-        inviting = Inviting(host, trusted, first, invitation, screen.note)
+        inviting = InvitationServer(host, trusted, first, invitation, screen.note)
         address = address_at(reachable_at(host.interfaces()), port)
         show(secret.invitation())
         return await inviting.serve(address, secret.namespace.hex())
@@ -213,7 +213,7 @@ def forget_machine(machine: str, home: Path, cluster: str, peers: Sequence[str],
         _forget(node, machine, found, home, cluster)
 
 
-def _forget(node: str, machine: str, found: Survey, home: Path, cluster: str) -> None:
+def _forget(node: str, machine: str, found: StatusClient, home: Path, cluster: str) -> None:
     controls = [each.status.control for each in found.told.values()]
     survey = asyncio.run(ask_cluster(home, cluster, controls, 0.0, node))
     names = ", ".join(each.status.us.name for each in survey.told.values())
@@ -224,7 +224,7 @@ def _forget(node: str, machine: str, found: Survey, home: Path, cluster: str) ->
             screen.note(f"{address} was not told: {why}")
 
 
-def _survey(home: Path, cluster: str, peers: Sequence[str], look: str) -> Survey:
+def _survey(home: Path, cluster: str, peers: Sequence[str], look: str) -> StatusClient:
     survey = asyncio.run(ask_cluster(home, cluster, peers, seconds("--look", look)))
     if not survey.told:
         tried = "".join(f"\n  {address}: {why}" for address, why in survey.failures.items())
@@ -235,7 +235,7 @@ def _survey(home: Path, cluster: str, peers: Sequence[str], look: str) -> Survey
     return survey
 
 
-def _foreign(survey: Survey) -> str:
+def _foreign(survey: StatusClient) -> str:
     """Return a note on machines of other clusters that answered: the caller may look for one of them."""
     seen = ", ".join(f"{screen.cell(name)} at {place}" for name, place in survey.foreign.items())
     return (
@@ -243,13 +243,13 @@ def _foreign(survey: Survey) -> str:
     )
 
 
-def _seniority(told: Told) -> tuple[str, int, str]:
+def _seniority(told: StatusReply) -> tuple[str, int, str]:
     us, view = told.status.us, told.view
     rank = view.rank(us)
     return view.lineage, len(view.members) if rank is None else rank, us.name
 
 
-def node_row(told: Told) -> tuple[str, ...]:
+def node_row(told: StatusReply) -> tuple[str, ...]:
     """Return the row of a node and its status."""
     us, view = told.status.us, told.view
     if view.rank(us) is None:
@@ -262,7 +262,7 @@ def node_row(told: Told) -> tuple[str, ...]:
     return us.name, us.node[:8], role, str(view.epoch), members, ", ".join(hosts_of(told.status.control)[0])
 
 
-def link_row(told: Told, link: Link, everybody: Mapping[str, Told]) -> tuple[str, ...]:
+def link_row(told: StatusReply, link: LinkStatus, everybody: Mapping[str, StatusReply]) -> tuple[str, ...]:
     """Return the row of the data channel between two nodes, or else of the control channel, and its measurements."""
     ours, theirs = link.ends
     theirs = theirs or (hosts_of(link.address)[0][0] if link.address else "")
@@ -281,7 +281,7 @@ def link_row(told: Told, link: Link, everybody: Mapping[str, Told]) -> tuple[str
     )
 
 
-def _media(address: str, told: Told | None) -> list[str]:
+def _media(address: str, told: StatusReply | None) -> list[str]:
     """Return the media of a node's interface at that address, as far as they are known."""
     if told is None or not address:
         return []

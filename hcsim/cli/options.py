@@ -55,7 +55,7 @@ Trace = Annotated[File, _option("Write every event to this file, as JSON lines."
 Operation = Annotated[Text, _option("all_reduce, broadcast, all_gather, …", kind="operations", metavar="NAME")]
 
 
-class Run(msgspec.Struct, frozen=True):
+class RunOptions(msgspec.Struct, frozen=True):
     """The arguments and options of `hcsim run`."""
 
     what: Annotated[
@@ -91,7 +91,7 @@ class Run(msgspec.Struct, frozen=True):
     trace: Trace = None
 
 
-class Bench(msgspec.Struct, frozen=True):
+class BenchOptions(msgspec.Struct, frozen=True):
     """The argument and options of `hcsim bench`."""
 
     scenario: Annotated[
@@ -114,7 +114,7 @@ class Bench(msgspec.Struct, frozen=True):
     trace: Trace = None
 
 
-class Rank(msgspec.Struct, frozen=True):
+class RankOptions(msgspec.Struct, frozen=True):
     """The argument and options of `hcsim rank`."""
 
     job: Annotated[

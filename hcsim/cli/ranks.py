@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from hcsim.cli import screen
-from hcsim.cli.recording import Files, recording, tell_failures, tell_fingerprint
+from hcsim.cli.recording import RecordingFiles, recording, tell_failures, tell_fingerprint
 from hcsim.collectives.group import Group
 from hcsim.collectives.select import Options
 from hcsim.collectives.startup import assemble
 from hcsim.config import Job, Scenario
 from hcsim.errors import CollectiveError, ConfigError, HcsimError
-from hcsim.jobs import Lap, check_job, run_job
+from hcsim.jobs import JobRepeat, check_job, run_job
 from hcsim.launch.virtual import simulate
 from hcsim.transport.hello import Wire
 
@@ -30,7 +30,7 @@ _GRACE_S = 1.0
 more."""
 
 
-class Place(msgspec.Struct, frozen=True):
+class ManualRank(msgspec.Struct, frozen=True):
     """The rank and the peers of a real process."""
 
     peers: tuple[str, ...]
@@ -49,15 +49,15 @@ class Place(msgspec.Struct, frozen=True):
         return rank
 
 
-def run_virtual(scenario: Scenario, wire: Wire, files: Files) -> bool:
+def run_virtual(scenario: Scenario, wire: Wire, files: RecordingFiles) -> bool:
     """Run the job and show the outcome. Return whether all ranks got the right result."""
     job = scenario.job
     check_job(job)
     options = Options(timeout_s=job.timeout_s, groups=_groups(scenario))
-    laps: list[Lap] = []
-    with screen.Progress("repeat", job.repeat) as progress, recording(files) as record:
+    laps: list[JobRepeat] = []
+    with screen.ProgressLine("repeat", job.repeat) as progress, recording(files) as record:
 
-        def observe(lap: Lap) -> None:
+        def observe(lap: JobRepeat) -> None:
             if lap.number > len(laps):  # the first rank to know tells for all
                 laps.append(lap)
                 progress.lap(lap)
@@ -84,19 +84,19 @@ def _groups(scenario: Scenario) -> tuple[tuple[int, ...], ...]:
     return scenario.homes
 
 
-def run_real(job: Job, place: Place, wire: Wire) -> bool:
+def run_real(job: Job, place: ManualRank, wire: Wire) -> bool:
     """Run the job on this rank and show the outcome. Return whether the result was right."""
     check_job(job)
     if job.algorithm == "hierarchical":
         raise ConfigError("hierarchical needs to know who is close to whom: use the library, with Options(groups=…)")
     ranks = len(place.peers)
-    with screen.Progress("repeat", job.repeat) as progress:
+    with screen.ProgressLine("repeat", job.repeat) as progress:
         laps, where = asyncio.run(_run(job, place, wire, progress))
     screen.report(screen.title(job, ranks, where), job, ranks, laps)  # all ranks have told each other how it went
     return not any(lap.wrong for lap in laps)
 
 
-async def _run(job: Job, place: Place, wire: Wire, progress: screen.Progress) -> tuple[list[Lap], str]:
+async def _run(job: Job, place: ManualRank, wire: Wire, progress: screen.ProgressLine) -> tuple[list[JobRepeat], str]:
     from hcsim.training.trainer import agree
 
     async with joined(place, job.timeout_s, wire, progress) as group:
@@ -106,7 +106,7 @@ async def _run(job: Job, place: Place, wire: Wire, progress: screen.Progress) ->
 
 @asynccontextmanager
 async def joined(
-    place: Place, timeout_s: float, wire: Wire, progress: screen.Progress, device: str = "cpu"
+    place: ManualRank, timeout_s: float, wire: Wire, progress: screen.ProgressLine, device: str = "cpu"
 ) -> AsyncIterator[Group]:
     """Yield the group once all peers are connected. Until then, show the peers that are still missing."""
     from hcsim.launch.real import real_group  # a virtual run does without it

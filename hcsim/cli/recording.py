@@ -15,7 +15,7 @@ from hcsim.telemetry.metrics import HostMetrics
 from hcsim.telemetry.trace import Event, Sink
 
 
-class Files(msgspec.Struct, frozen=True):
+class RecordingFiles(msgspec.Struct, frozen=True):
     """The output files that were requested."""
 
     trace: Path | None = None
@@ -82,7 +82,7 @@ class _Lost(SystemExit):
         self.error = error
 
 
-class Ran(Protocol):
+class FinishedRun(Protocol):
     """A finished virtual run."""
 
     @property
@@ -99,7 +99,7 @@ class Ran(Protocol):
 
 
 @contextmanager
-def recording(files: Files) -> Iterator[Recording]:
+def recording(files: RecordingFiles) -> Iterator[Recording]:
     """Open the files, so that an unwritable one is reported before the run."""
     try:
         with ExitStack() as stack:
@@ -123,7 +123,7 @@ def tell_failures(names: Sequence[str], results: Sequence[object]) -> bool:
     return healthy
 
 
-def tell_fingerprint(run: Ran) -> None:
+def tell_fingerprint(run: FinishedRun) -> None:
     """Show the run's duration and the digest that all runs of the same scenario and seed share."""
     screen.say(f"virtual time {screen.duration(run.seconds)}, {run.events:,} events")
     screen.say(f"trace sha256 {run.trace_sha256}")

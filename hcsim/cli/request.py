@@ -22,10 +22,10 @@ from hcsim.transport.hello import Wire
 from hcsim.units import did_you_mean
 
 if TYPE_CHECKING:
-    from hcsim.cli.options import Bench, Rank, Run
-    from hcsim.cli.ranks import Place
-    from hcsim.cli.recording import Files
-    from hcsim.cluster.coordinator.messages import Policy
+    from hcsim.cli.options import BenchOptions, RankOptions, RunOptions
+    from hcsim.cli.ranks import ManualRank
+    from hcsim.cli.recording import RecordingFiles
+    from hcsim.cluster.coordinator.messages import CoordinatorPolicy
     from hcsim.launch.real import RealNode
     from hcsim.real.tls import TlsFiles
 
@@ -34,7 +34,7 @@ _NO_SCRIPT = "without a script (what a script is given stands after --)"
 _BY_ITSELF = "with `hcsim run --real`"
 
 
-def run(options: Run) -> bool:
+def run(options: RunOptions) -> bool:
     """`hcsim run`. Return whether the run succeeded."""
     _load(options.plugin)
     learned = {f"training.{name}": getattr(options, name) for name in ("task", "strategy", "compressor", "steps")}
@@ -54,7 +54,7 @@ def run(options: Run) -> bool:
     return _virtual(options, chosen, settings, training)
 
 
-def bench(options: Bench) -> bool:
+def bench(options: BenchOptions) -> bool:
     """`hcsim bench`. Return whether all results were right."""
     from hcsim.cli.ranks import run_virtual
 
@@ -69,7 +69,7 @@ def bench(options: Bench) -> bool:
     return run_virtual(chosen, wire, files)
 
 
-def rank(options: Rank) -> bool:
+def rank(options: RankOptions) -> bool:
     """`hcsim rank`. Return whether the run succeeded."""
     _load(options.plugin)
     settings = Settings(options.set, {"job.operation": options.operation, "training.task": options.task})
@@ -100,11 +100,11 @@ def shipped_scenario(name: str | None) -> Scenario:
     return _scenario(name, None, None)
 
 
-def coordinator_policy(workers: int, begin: int | None, least: int, heartbeat: str, silence: str) -> Policy:
+def coordinator_policy(workers: int, begin: int | None, least: int, heartbeat: str, silence: str) -> CoordinatorPolicy:
     """Return the policy by which a coordinator treats its workers."""
-    from hcsim.cluster.coordinator.messages import Policy
+    from hcsim.cluster.coordinator.messages import CoordinatorPolicy
 
-    return Policy(
+    return CoordinatorPolicy(
         workers=workers,
         begin=begin,
         least=least,
@@ -131,7 +131,7 @@ def only(where: str, given: Mapping[str, object]) -> None:
         raise ConfigError(f"{', '.join(names)}: only {where}")
 
 
-def _script(options: Run, settings: Settings) -> bool:
+def _script(options: RunOptions, settings: Settings) -> bool:
     """Run a torch script on all machines of a scenario, or on the first ones."""
     from hcsim.cli.script import run_script
 
@@ -149,7 +149,7 @@ def _script(options: Run, settings: Settings) -> bool:
     return run_script(Path(str(options.what)), options.arguments or [], chosen, wire, files)
 
 
-def _script_for_real(options: Run, settings: Settings) -> bool:
+def _script_for_real(options: RunOptions, settings: Settings) -> bool:
     """Run this machine's rank of a torch script on a real cluster."""
     from hcsim.cli.script import run_script_for_real
 
@@ -166,13 +166,13 @@ def _script_for_real(options: Run, settings: Settings) -> bool:
 
 
 def _cluster_for_real(
-    options: Run, chosen: Scenario | None, settings: Settings, training: Training | None, *, attended: bool
+    options: RunOptions, chosen: Scenario | None, settings: Settings, training: Training | None, *, attended: bool
 ) -> bool:
     """Train with the machines that find each other."""
-    from hcsim.cli.elastic import Others, train_for_real
-    from hcsim.node import Plan
+    from hcsim.cli.elastic import RemoteHosts, train_for_real
+    from hcsim.node import ClusterJob
 
-    others = Others(_hosts(options.hosts))
+    others = RemoteHosts(_hosts(options.hosts))
     cluster = settings.take("cluster", (chosen.cluster if chosen else None) or Cluster())
     if cluster.nodes is None and others.hosts:  # those that are started from here are waited for
         cluster = replace(cluster, nodes=1 + len(others.hosts))
@@ -187,12 +187,12 @@ def _cluster_for_real(
         )
     settings.finish({"machine": "with --hosts"})
     _apart({"--save": options.save, "--trace": options.trace})
-    plan = Plan(cluster, training, _seed(options.seed, chosen), wire)
+    plan = ClusterJob(cluster, training, _seed(options.seed, chosen), wire)
     others = replace(others, program=machine.remote_hcsim)
     return train_for_real(here, plan, options.trace, options.save, others, attended=attended)
 
 
-def _virtual(options: Run, chosen: Scenario, settings: Settings, training: Training | None) -> bool:
+def _virtual(options: RunOptions, chosen: Scenario, settings: Settings, training: Training | None) -> bool:
     """Run a scenario's own machines: its job, its training, or its cluster."""
     only("with --real", {"--hosts": options.hosts, "--state": options.state})
     if training is None:
@@ -258,16 +258,18 @@ def _training(chosen: Scenario | None, settings: Settings) -> Training | None:
     return settings.take("training", loaded or Training())
 
 
-def _modelled(chosen: Scenario, settings: Settings, outputs: Mapping[str, Path | None]) -> tuple[Scenario, Wire, Files]:
+def _modelled(
+    chosen: Scenario, settings: Settings, outputs: Mapping[str, Path | None]
+) -> tuple[Scenario, Wire, RecordingFiles]:
     """Return the parts of a virtual run besides its job: its TCP model, its message settings and its output files."""
-    from hcsim.cli.recording import Files
+    from hcsim.cli.recording import RecordingFiles
 
     chosen = replace(chosen, tcp=settings.take("tcp", chosen.tcp))
     wire = _wire(settings, _WAIT_S)
     metrics = settings.take("machine", ThisMachine(), ("metrics",)).metrics
     if metrics is not None and metrics.isdecimal():
         raise ConfigError(f"--set metrics={metrics}: a port is for real runs; give a file for the final metrics")
-    files = Files(outputs["--trace"], None if metrics is None else Path(metrics))
+    files = RecordingFiles(outputs["--trace"], None if metrics is None else Path(metrics))
     _apart({**outputs, "--set metrics": files.metrics})
     return chosen, wire, files
 
@@ -296,14 +298,14 @@ def _wire(settings: Settings, wait_s: float) -> Wire:
     return Wire(stripes=travel.stripes, segment_bytes=int(travel.segment_bytes), connect_timeout_s=wait_s)
 
 
-def _place(options: Rank, files: TlsFiles | None, here: ThisMachine) -> Place:
+def _place(options: RankOptions, files: TlsFiles | None, here: ThisMachine) -> ManualRank:
     """Return the rank and the peers of a process that is started by hand."""
-    from hcsim.cli.ranks import Place
+    from hcsim.cli.ranks import ManualRank
 
     peers = tuple(part.strip() for part in (options.peers or "").split(","))
     if not all(peers):
         raise ConfigError("give --peers: the addresses of all ranks in order, such as mini.local,studio.local")
-    return Place(peers, options.rank, files, options.insecure, _metrics_at(here.metrics))
+    return ManualRank(peers, options.rank, files, options.insecure, _metrics_at(here.metrics))
 
 
 def _here(machine: ThisMachine, state: Path | None) -> RealNode:

@@ -15,13 +15,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from hcsim.transport.callers import one_line, plain
+from hcsim.transport.admission_queue import one_line, plain
 
 if TYPE_CHECKING:
     from rich.status import Status
 
     from hcsim.config import Job, Training
-    from hcsim.jobs import Lap
+    from hcsim.jobs import JobRepeat
     from hcsim.training.run import Point, Report
 
 _LONGEST = 10_000
@@ -71,7 +71,7 @@ def scenarios(*, stderr: bool = False) -> None:
     Console(stderr=stderr).print(table)
 
 
-class Progress:
+class ProgressLine:
     """The progress line."""
 
     def __init__(self, what: str, count: int) -> None:
@@ -80,7 +80,7 @@ class Progress:
         self._console = Console(stderr=True, soft_wrap=True)
         self._status: Status | None = self._console.status("starting") if self._console.is_terminal else None
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> ProgressLine:
         if self._status is not None:
             self._status.start()
         return self
@@ -93,7 +93,7 @@ class Progress:
         """Show the peers that are waited for."""
         self._show(f"waiting for {', '.join(names)}" if names else "all ranks are here")
 
-    def lap(self, lap: Lap) -> None:
+    def lap(self, lap: JobRepeat) -> None:
         """Show that a repeat has finished."""
         self._show(f"{self._what} {lap.number} of {self._count}: {duration(lap.seconds)}")
 
@@ -127,7 +127,7 @@ class Progress:
             self._console.print(_text(line))
 
 
-def report(title: str, job: Job, ranks: int, laps: Sequence[Lap]) -> None:
+def report(title: str, job: Job, ranks: int, laps: Sequence[JobRepeat]) -> None:
     """Show the table, and below it the digest of the results."""
     say(title)
     if not laps:
@@ -198,7 +198,7 @@ def _kind(job: Job) -> str:
     return "(phantom)" if job.payload == "phantom" else job.dtype
 
 
-def _verdict(lap: Lap) -> str:
+def _verdict(lap: JobRepeat) -> str:
     if lap.wrong is None:
         return "no data"
     return f"{lap.wrong} elements wrong" if lap.wrong else "exact"

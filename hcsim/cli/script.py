@@ -12,19 +12,19 @@ from rich import box
 from rich.table import Table
 
 from hcsim.cli import screen
-from hcsim.cli.recording import Files, recording, tell_fingerprint
+from hcsim.cli.recording import RecordingFiles, recording, tell_fingerprint
 from hcsim.config import Cluster, Scenario
 from hcsim.launch.real import RealNode
 from hcsim.real.keys import load_secret
-from hcsim.scripts.conversation import ended_how
-from hcsim.scripts.member import Ended, Script, run_in_cluster
+from hcsim.scripts.ipc import ended_how
+from hcsim.scripts.member import ScriptExit, ScriptSpec, run_in_cluster
 from hcsim.scripts.run import ScriptRun, simulate_script
 from hcsim.transport.hello import Wire
 
 _BUSIEST = 8
 
 
-class Prefixed:
+class RankPrefixWriter:
     """Writes the complete lines of each rank with the rank as a prefix."""
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -51,9 +51,9 @@ class Prefixed:
         print(self._prefixes[rank] + shown, file=sys.stdout if stream == 1 else sys.stderr, flush=True)
 
 
-def run_script(script: Path, arguments: Sequence[str], scenario: Scenario, wire: Wire, files: Files) -> bool:
+def run_script(script: Path, arguments: Sequence[str], scenario: Scenario, wire: Wire, files: RecordingFiles) -> bool:
     """Run the script and show the outcome. Return whether all ranks succeeded."""
-    say = Prefixed([node.name for node in scenario.nodes])
+    say = RankPrefixWriter([node.name for node in scenario.nodes])
     with recording(files) as record:
         try:
             run = simulate_script(scenario, script, arguments, say=say, wire=wire, sink=record.sink)
@@ -73,14 +73,14 @@ def run_script_for_real(here: RealNode, cluster: Cluster, path: Path, arguments:
 
     The script's output is passed on unchanged. Messages of hcsim go to standard error."""
     load_secret(here.home, here.cluster)  # whoever has joined no cluster need not wait
-    script = Script.read(path, arguments)
+    script = ScriptSpec.read(path, arguments)
     ended = asyncio.run(_run_for_real(here, cluster, script))
     if ended.code:
         screen.note(f"rank {ended.rank} of {ended.world}: the script {ended_how(ended.code)}")
     return ended.code == 0
 
 
-async def _run_for_real(here: RealNode, cluster: Cluster, script: Script) -> Ended:
+async def _run_for_real(here: RealNode, cluster: Cluster, script: ScriptSpec) -> ScriptExit:
     leaving = asyncio.Event()
     running = asyncio.ensure_future(run_in_cluster(here, cluster, script, tell=screen.note, leaving=leaving))
 

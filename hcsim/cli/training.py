@@ -7,24 +7,24 @@ from pathlib import Path
 from tempfile import TemporaryFile
 
 from hcsim.cli import screen
-from hcsim.cli.ranks import Place, for_real, joined
-from hcsim.cli.recording import Files, recording, tell_failures, tell_fingerprint
+from hcsim.cli.ranks import ManualRank, for_real, joined
+from hcsim.cli.recording import RecordingFiles, recording, tell_failures, tell_fingerprint
 from hcsim.config import Scenario, Training
 from hcsim.errors import ConfigError
 from hcsim.launch.virtual import Outcome, simulate_training
 from hcsim.runtime.channel import Phantom
+from hcsim.training.model_file import load_model, save_model
 from hcsim.training.run import Point, Report, Run
-from hcsim.training.saved import load_model, save_model
 from hcsim.training.strategies import check_training
 from hcsim.training.tasks import task
 from hcsim.training.trainer import train
 from hcsim.transport.hello import Wire
 
 
-class Onlooker:
+class ConsoleReporter:
     """Shows the first rank's progress, and saves its model at the end."""
 
-    def __init__(self, progress: screen.Progress, save: Path | None) -> None:
+    def __init__(self, progress: screen.ProgressLine, save: Path | None) -> None:
         self._progress = progress
         self._save = save
 
@@ -43,11 +43,11 @@ class Onlooker:
             screen.note(f"saved to {self._save}")
 
 
-def train_virtual(scenario: Scenario, settings: Training, wire: Wire, files: Files, save: Path | None) -> bool:
+def train_virtual(scenario: Scenario, settings: Training, wire: Wire, files: RecordingFiles, save: Path | None) -> bool:
     """Train a simulated cluster and show the outcome. Return whether all ranks finished."""
     check(settings, len(scenario.nodes), len(scenario.homes), save)
-    with screen.Progress("step", settings.steps) as progress, recording(files) as record:
-        onlooker = Onlooker(progress, save)
+    with screen.ProgressLine("step", settings.steps) as progress, recording(files) as record:
+        onlooker = ConsoleReporter(progress, save)
         outcome = simulate_training(scenario, settings, wire=wire, sink=record.sink, observer=onlooker)
         record.keep(outcome.metrics)
     return tell_outcome(scenario, settings, "rank", outcome)
@@ -63,7 +63,7 @@ def tell_outcome(scenario: Scenario, settings: Training, each: str, outcome: Out
     return healthy
 
 
-def train_real(settings: Training, seed: int, place: Place, wire: Wire, device: str, save: Path | None) -> bool:
+def train_real(settings: Training, seed: int, place: ManualRank, wire: Wire, device: str, save: Path | None) -> bool:
     """Train as one rank of a real group, and show the outcome."""
     from hcsim.real.hardware import check_torch_device
 
@@ -74,20 +74,26 @@ def train_real(settings: Training, seed: int, place: Place, wire: Wire, device: 
     check_torch_device(device)
     if task(settings.task).phantom:
         raise ConfigError(f"{settings.task} has shapes and no data: it can be simulated, not trained")
-    with screen.Progress("step", settings.steps) as progress:
+    with screen.ProgressLine("step", settings.steps) as progress:
         report, where = asyncio.run(_train(settings, seed, place, wire, device, progress, save))
     screen.training_report(settings, f"rank {rank} of {ranks}, {where}", [report])
     return True
 
 
 async def _train(
-    settings: Training, seed: int, place: Place, wire: Wire, device: str, progress: screen.Progress, save: Path | None
+    settings: Training,
+    seed: int,
+    place: ManualRank,
+    wire: Wire,
+    device: str,
+    progress: screen.ProgressLine,
+    save: Path | None,
 ) -> tuple[Report, str]:
     from hcsim.real.hardware import best_torch_device
 
     chosen = best_torch_device() if device == "auto" else device
     async with joined(place, settings.timeout_s, wire, progress, chosen) as group:
-        return await train(group, settings, seed, Onlooker(progress, save)), for_real(group)
+        return await train(group, settings, seed, ConsoleReporter(progress, save)), for_real(group)
 
 
 def evaluate_model(path: Path) -> None:

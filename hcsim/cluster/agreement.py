@@ -104,7 +104,7 @@ class Absence(msgspec.Struct, frozen=True):
     was decided without this node."""
 
 
-class Record(msgspec.Struct, frozen=True):
+class AcceptorState(msgspec.Struct, frozen=True):
     """The persistent state of an acceptor."""
 
     view: View
@@ -118,7 +118,7 @@ class Record(msgspec.Struct, frozen=True):
 class Acceptor:
     """An acceptor of the successor of the present view."""
 
-    def __init__(self, record: Record, save: Callable[[Record], None]) -> None:
+    def __init__(self, record: AcceptorState, save: Callable[[AcceptorState], None]) -> None:
         self.record = record
         self.votes = {"promised": 0, "accepted": 0, "refused": 0}
         """Counts of answers to proposers, including this node's own proposals."""
@@ -130,7 +130,7 @@ class Acceptor:
         record = self.record
         left = (record.view,) if record.view.lineage and record.view.lineage != view.lineage else ()
         past = (*left, *(each for each in record.past if each.lineage != view.lineage))
-        adopted = Record(view, record.promised, past=past[:_PAST])
+        adopted = AcceptorState(view, record.promised, past=past[:_PAST])
         self._unsaved = not self._remember(adopted)
         self.record = adopted
 
@@ -162,7 +162,7 @@ class Acceptor:
         self._save(self.record)
         self._unsaved = False
 
-    def _remember(self, record: Record) -> bool:
+    def _remember(self, record: AcceptorState) -> bool:
         """Save the record and make it current. Return False if it cannot be saved."""
         if record != self.record or self._unsaved:
             try:

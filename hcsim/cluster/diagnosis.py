@@ -10,7 +10,7 @@ have sent contradictory data, the receiver cannot tell which of them is wrong. I
 to different members, these run different operations and accuse each other: the sender of the votes is accused
 instead (`VotesSeen`).
 2.  Checks. After a timeout, and after two views in a row without a step, each member checks its own device and
-the collectives' port of every other member (`hcsim.transport.reception`), and accuses those that fail. A member
+the collectives' port of every other member (`hcsim.transport.group_listener`), and accuses those that fail. A member
 that does not finish its checks in time counts as accusing itself. While a step takes much longer than usual,
 members check each other without ending the view (`hcsim.training.elastic.recovery`).
     If steps were done, but much slower than usual, the time of a check is compared with what was measured on the route
@@ -76,7 +76,7 @@ class VotesSeen(msgspec.Struct, frozen=True):
     """The digest of each voter's vote, by node."""
 
 
-class Failure(msgspec.Struct, frozen=True):
+class ViewFailure(msgspec.Struct, frozen=True):
     """How this node's work in a view ended."""
 
     reason: str
@@ -159,7 +159,7 @@ class Diagnosis:
     def surveyed(self, epoch: int) -> None:
         self._surveyed = epoch
 
-    def failed(self, lineage: str, epoch: int, failure: Failure, now: float) -> bool:
+    def failed(self, lineage: str, epoch: int, failure: ViewFailure, now: float) -> bool:
         """Record that this node's work in that view failed; return whether its checks have to begin."""
         if failure.progressed:
             self._fruitless, self._accusations = 0, ()

@@ -31,7 +31,7 @@ from hcsim.identity.trust_list import OTHER_CLUSTER
 from hcsim.runtime.address import address_at, hosts_of, with_port
 from hcsim.runtime.clock import TokenBucket
 from hcsim.runtime.host import Host, Service
-from hcsim.transport.callers import one_line
+from hcsim.transport.admission_queue import one_line
 
 Dial: TypeAlias = Callable[[str, float], Awaitable[str]]
 """Call an address, with this timeout; return the id of the node that answered."""
@@ -98,7 +98,7 @@ class Candidate(NamedTuple):
     address: str
 
 
-class Candidates:
+class DialQueue:
     """A bounded set of candidates with a fair order of dialling."""
 
     def __init__(self, is_known: Callable[[str], bool]) -> None:
@@ -202,7 +202,7 @@ class Discovery:
         """Known addresses, by node id, or by address while the id is unknown."""
         self._withdrawn: dict[str, None] = {}
         """Known nodes whose announcement was withdrawn; they are dialled nevertheless."""
-        self._candidates = Candidates(self._wanted.__contains__)
+        self._candidates = DialQueue(self._wanted.__contains__)
         self._trying: dict[Candidate, None] = {}
         self._allowance = TokenBucket(DIALS_PER_S, DIAL_BURST)
         self._pacing = False

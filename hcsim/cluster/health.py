@@ -28,7 +28,7 @@ _SMOOTHING = 0.2
 """The weight of the newest round trip in the average. Higher values follow faster."""
 
 
-class Watch:
+class PauseDetector:
     """Detects that this process was suspended or starved: it did not look when it meant to."""
 
     def __init__(self, due_s: float, tolerated_s: float) -> None:
@@ -44,7 +44,7 @@ class Watch:
         return away_s
 
 
-class Pulse:
+class FailureDetector:
     """The heartbeat history of one peer."""
 
     def __init__(self, now: float, policy: Heartbeat) -> None:

@@ -28,7 +28,7 @@ from hcsim.identity.trust_list import MOST_BYTES, MOST_NAME, Invitation, PublicK
 from hcsim.identity.trust_store import TrustStore
 from hcsim.runtime.channel import Channel
 from hcsim.runtime.host import Host, Service
-from hcsim.transport.callers import Callers, one_line
+from hcsim.transport.admission_queue import AdmissionQueue, one_line
 from hcsim.transport.messages import Schema, expect
 
 _ANSWER_S = 10.0
@@ -63,11 +63,11 @@ class Thanks(msgspec.Struct, frozen=True, tag="thanks"):
     """The newcomer has saved the welcome."""
 
 
-Message: TypeAlias = Knock | Welcome | Denied | Thanks
-SCHEMA: Schema[Message] = Schema(Message)
+JoinMessage: TypeAlias = Knock | Welcome | Denied | Thanks
+SCHEMA: Schema[JoinMessage] = Schema(JoinMessage)
 
 
-class Inviting:
+class InvitationServer:
     """The member's side. `host` accepts any peer that knows the invitation's secret."""
 
     def __init__(
@@ -78,7 +78,7 @@ class Inviting:
         self._first = first
         self._invitation = invitation
         self._tell = tell
-        self._callers = Callers(host)
+        self._callers = AdmissionQueue(host)
         self._news = asyncio.Event()
 
     async def serve(self, address: str, namespace: str) -> bool:

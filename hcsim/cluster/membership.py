@@ -2,7 +2,7 @@
 
 Every node begins alone, in a view of its own, which it leads. Where nodes meet, the cluster with lower
 precedence joins the other (see `View.standing`): a lone node asks to be admitted; a larger cluster that could
-not begin dissolves first, and its members ask. From then on every change is a change of the view. `Stance`
+not begin dissolves first, and its members ask. From then on every change is a change of the view. `ViewChangePolicy`
 decides why a view should change. The most senior healthy member proposes the change (`Proposer`); if it does
 not, the next one does after a while. `agreement` turns a proposal into a view. This module handles what a node
 receives: which requests it answers, and which view it adopts.
@@ -18,41 +18,51 @@ from typing import TypeAlias
 
 import msgspec
 
-from hcsim.cluster.agreement import Abstained, Accept, Accepted, Acceptor, Declined, Prepare, Promise, Record, Refused
-from hcsim.cluster.diagnosis import Accusation, Diagnosis, Failure, Findings
-from hcsim.cluster.messages import Decided, Message, Qualified, Status
-from hcsim.cluster.proposer import Proposer, Stance
+from hcsim.cluster.agreement import (
+    Abstained,
+    Accept,
+    Accepted,
+    Acceptor,
+    AcceptorState,
+    Declined,
+    Prepare,
+    Promise,
+    Refused,
+)
+from hcsim.cluster.diagnosis import Accusation, Diagnosis, Findings, ViewFailure
+from hcsim.cluster.messages import ControlMessage, Decided, Qualified, Status
+from hcsim.cluster.proposer import Proposer, ViewChangePolicy
 from hcsim.cluster.roster import Peer, Roster
-from hcsim.cluster.view import DEPARTED_S, PATIENCE_S, Member, Rules, View, branched
+from hcsim.cluster.view import DEPARTED_S, PATIENCE_S, Member, MembershipRules, View, branched
 
 
-class Send(msgspec.Struct, frozen=True):
+class SendMessage(msgspec.Struct, frozen=True):
     """Effect: send a message to a node, if it is connected."""
 
     to: str
-    message: Message
+    message: ControlMessage
 
 
-class Adopted(msgspec.Struct, frozen=True):
+class AdoptView(msgspec.Struct, frozen=True):
     """Effect: a view takes effect at this node."""
 
     view: View
 
 
-class Over(msgspec.Struct, frozen=True):
+class EndEpoch(msgspec.Struct, frozen=True):
     """Effect: work in that epoch has failed."""
 
     epoch: int
     reason: str
 
 
-class Waiting(msgspec.Struct, frozen=True):
+class ReportWaiting(msgspec.Struct, frozen=True):
     """Effect: this node cannot continue, with the reason."""
 
     reason: str
 
 
-class Check(msgspec.Struct, frozen=True):
+class CheckMembers(msgspec.Struct, frozen=True):
     """Effect: check this node's device and the other members of that epoch's view, and call `Membership.checked`
     with the results."""
 
@@ -61,14 +71,14 @@ class Check(msgspec.Struct, frozen=True):
     """Whether to look also for stragglers."""
 
 
-class Qualify(msgspec.Struct, frozen=True):
+class CheckNewcomer(msgspec.Struct, frozen=True):
     """Effect: check this node's device and the members of that lineage, and measure the routes to them, before
     joining; then call `Membership.qualified`."""
 
     lineage: str
 
 
-Effect: TypeAlias = Send | Adopted | Over | Waiting | Check | Qualify
+MembershipEffect: TypeAlias = SendMessage | AdoptView | EndEpoch | ReportWaiting | CheckMembers | CheckNewcomer
 
 
 BEGUN_ANEW = (
@@ -81,11 +91,16 @@ class Membership:
     """The membership state machine of one node."""
 
     def __init__(
-        self, us: Member, control: str, rules: Rules, remembered: Record | None, save: Callable[[Record], None]
+        self,
+        us: Member,
+        control: str,
+        rules: MembershipRules,
+        remembered: AcceptorState | None,
+        save: Callable[[AcceptorState], None],
     ) -> None:
         self.us = us
         self._control = control
-        self.effects: list[Effect] = []
+        self.effects: list[MembershipEffect] = []
         self.wake_at_s: float | None = None
         self.roster = Roster(us)
         self._rules = rules
@@ -101,9 +116,9 @@ class Membership:
         self._qualifying = ""
         """The lineage that is being checked, or has passed the checks."""
         self._is_qualified = False
-        self._stance = Stance(us, rules, self.roster, self._diagnosis)
+        self._stance = ViewChangePolicy(us, rules, self.roster, self._diagnosis)
         self._proposer = Proposer(us, rules, self.roster, self._stance, self._diagnosis, self._send)
-        self._acceptor = Acceptor(remembered or Record(View("", 0, ())), save)
+        self._acceptor = Acceptor(remembered or AcceptorState(View("", 0, ())), save)
         self._proposer.saw(self._acceptor.record.promised)
         self.votes = self._acceptor.votes
         self.write = self._acceptor.write
@@ -178,7 +193,7 @@ class Membership:
         self._bring_up_to_date(self.roster.heard(status), now)
         if complaint := self.roster.complaint(self.view):
             # Work here is in vain, too, and before the next view begins all have to say whom they waited for.
-            self.effects.append(Over(self.view.epoch, complaint))
+            self.effects.append(EndEpoch(self.view.epoch, complaint))
         self._review(now)
 
     def lost(self, node: str, why: str, now: float) -> None:
@@ -211,10 +226,10 @@ class Membership:
     def surveyed(self, epoch: int) -> None:
         self._diagnosis.surveyed(epoch)
 
-    def broken(self, epoch: int, failure: Failure | str, now: float) -> None:
+    def broken(self, epoch: int, failure: ViewFailure | str, now: float) -> None:
         view = self.view
         if epoch == view.epoch:
-            failure = Failure(failure) if isinstance(failure, str) else failure
+            failure = ViewFailure(failure) if isinstance(failure, str) else failure
             self._fail(failure.reason)
             if failure.progressed:
                 self.roster.progressed()
@@ -223,7 +238,7 @@ class Membership:
                     self.roster.pardon(node)
             self._tried_without = []
             if self._diagnosis.failed(view.lineage, view.epoch, failure, now):
-                self.effects.append(Check(view.epoch, self._diagnosis.is_slow))
+                self.effects.append(CheckMembers(view.epoch, self._diagnosis.is_slow))
             self._review(now)
 
     def checked(self, epoch: int, accusations: Iterable[Accusation], now: float) -> None:
@@ -272,7 +287,7 @@ class Membership:
     def tick(self, now: float) -> None:
         self._review(now)
 
-    def message(self, source: str, message: Message, now: float) -> None:
+    def message(self, source: str, message: ControlMessage, now: float) -> None:
         if isinstance(message, Prepare):
             self._asked_to_promise(source, message, now)
         elif isinstance(message, Accept):
@@ -290,7 +305,7 @@ class Membership:
             self.roster.qualify(source, message.lineage, message.boot)
         elif isinstance(message, Findings) and self.view.member(source) is not None:
             checks = self._diagnosis.heard(source, message, self.view.lineage, self.view.epoch, now)
-            self.effects += [Check(self.view.epoch, self._diagnosis.is_slow)] if checks else []
+            self.effects += [CheckMembers(self.view.epoch, self._diagnosis.is_slow)] if checks else []
         self._review(now)
 
     # What we answer.
@@ -354,9 +369,9 @@ class Membership:
         if decided is not None:
             self._learn(decided, now)
 
-    def _send(self, to: str, message: Message, now: float) -> None:
+    def _send(self, to: str, message: ControlMessage, now: float) -> None:
         if to != self.us.node:
-            self.effects.append(Send(to, message))
+            self.effects.append(SendMessage(to, message))
         elif isinstance(message, Prepare):
             self._answered(to, self._acceptor.prepare(message, self.us, self.roster.reaches()), now)
         elif isinstance(message, Accept) and (answer := self._acceptor.accept(message)) is not None:
@@ -378,7 +393,7 @@ class Membership:
             self._consider(now)
         for _ in range(2):  # our own answers may carry a proposal from one phase into the next
             if obstacle := proposer.pursue(now):
-                self.effects.append(Waiting(obstacle))
+                self.effects.append(ReportWaiting(obstacle))
         if proposer.busy:
             self._wake(proposer.look_at_s)
         elif self._needed_since_s is not None and proposer.not_before_s > now:
@@ -390,7 +405,7 @@ class Membership:
         if need.look_at_s is not None:
             self._wake(need.look_at_s)
         if need.waiting:
-            self.effects.append(Waiting(need.waiting))
+            self.effects.append(ReportWaiting(need.waiting))
         if not need.reason:
             self._needed_since_s = None
             return
@@ -409,7 +424,7 @@ class Membership:
         for epoch, (due_s, reason) in list(self._departed.items()):
             if now >= due_s:
                 del self._departed[epoch]
-                self.effects.append(Over(epoch, reason))
+                self.effects.append(EndEpoch(epoch, reason))
             else:
                 self._wake(due_s)
 
@@ -426,11 +441,11 @@ class Membership:
         if wanted != self._qualifying:
             self._qualifying, self._is_qualified = wanted, False
             if wanted:
-                self.effects.append(Qualify(wanted))
+                self.effects.append(CheckNewcomer(wanted))
 
     def _fail(self, reason: str) -> None:
         if self._stance.fail(self.view, reason):
-            self.effects.append(Over(self.view.epoch, reason))
+            self.effects.append(EndEpoch(self.view.epoch, reason))
 
     def _wake(self, at_s: float) -> None:
         self.wake_at_s = at_s if self.wake_at_s is None else min(self.wake_at_s, at_s)
@@ -487,7 +502,7 @@ class Membership:
         if view.lineage != ours.lineage and not successive and not asked:
             return
         if view.abrupt or view.previous != ours.epoch or view.rank(self.us) is None:
-            self.effects.append(Over(ours.epoch, view.reason))
+            self.effects.append(EndEpoch(ours.epoch, view.reason))
         for peer in self.roster.peers.values():
             peer.astray_since_s = None
         self._quarantine_left_out(view, now)
@@ -507,7 +522,7 @@ class Membership:
             if node != self.us.node and branched(self.roster.peers[node].status.lineage, ours.lineage) is not None:
                 continue
             if node == self.us.node:
-                self.effects.append(Waiting(f"left out by the others: {view.reason}"))
+                self.effects.append(ReportWaiting(f"left out by the others: {view.reason}"))
             else:
                 self.roster.quarantine(node, self._diagnosis.stalled_s, now)
                 self._tried_without.append(node)
@@ -540,12 +555,12 @@ class Membership:
             self._give_up(f"{branch.us.name} went on without us, and we cannot: we join it")
 
     def _give_up(self, reason: str) -> None:
-        self.effects += [Over(self.view.epoch, reason), Waiting(reason)]
+        self.effects += [EndEpoch(self.view.epoch, reason), ReportWaiting(reason)]
         self._alone()
 
     def _alone(self) -> None:
         if (member := self.view.member(self.us.node)) is not None and member.elsewhere(self.us):
-            self.effects.append(Waiting(BEGUN_ANEW.format(where=f"{member.name} at {member.address}")))
+            self.effects.append(ReportWaiting(BEGUN_ANEW.format(where=f"{member.name} at {member.address}")))
         self._lives += 1
         self._left_by = self.view.lineage if self.view.formed and self.view.members else ""
         before = self.view.epoch
@@ -570,4 +585,4 @@ class Membership:
         self._know_fellows(view)
         self._entered[view.lineage, view.epoch] = None
         if view.members:
-            self.effects.append(Adopted(view))
+            self.effects.append(AdoptView(view))

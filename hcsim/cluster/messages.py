@@ -4,7 +4,7 @@ Requests to join, to leave, or to replace a failed view are part of a node's `St
 every heartbeat: a lost message delays a request but does not lose it.
 
 Messages are notifications, not calls: no sender waits for a reply. An answer names the message that it answers
-by a ballot or a heartbeat number, and lost messages are repeated. Only a status client (`Ask`) waits for its
+by a ballot or a heartbeat number, and lost messages are repeated. Only a status client (`StatusRequest`) waits for its
 answer.
 """
 
@@ -16,7 +16,7 @@ import msgspec
 
 from hcsim.cluster.agreement import Abstained, Accept, Accepted, Declined, Prepare, Promise, Refused
 from hcsim.cluster.diagnosis import Findings
-from hcsim.cluster.view import Member, Standing, View, standing
+from hcsim.cluster.view import ClusterPrecedence, Member, View, standing
 from hcsim.identity.trust_list import TrustRecord
 from hcsim.runtime.host import Interface
 from hcsim.transport.hello import MOST_EPOCHS
@@ -51,7 +51,7 @@ class Status(msgspec.Struct, frozen=True):
     """Whether its view had to change, and the members present could not decide on a successor."""
 
     @property
-    def standing(self) -> Standing:
+    def standing(self) -> ClusterPrecedence:
         """Return the precedence of its cluster among others."""
         return standing(self.lineage, self.size, formed=self.formed, waits=self.waits)
 
@@ -61,7 +61,7 @@ class Status(msgspec.Struct, frozen=True):
         return self.joins == self.lineage
 
 
-class Hello(msgspec.Struct, frozen=True, tag="hello", omit_defaults=True):
+class NodeHello(msgspec.Struct, frozen=True, tag="hello", omit_defaults=True):
     """The first message in each direction."""
 
     status: Status
@@ -69,14 +69,14 @@ class Hello(msgspec.Struct, frozen=True, tag="hello", omit_defaults=True):
     """Start options that all members must share, where they differ from the defaults."""
 
 
-class Beat(msgspec.Struct, frozen=True, tag="beat"):
+class HeartbeatMessage(msgspec.Struct, frozen=True, tag="beat"):
     """A heartbeat; number 0 marks a status update between two heartbeats."""
 
     number: int
     status: Status
 
 
-class Echo(msgspec.Struct, frozen=True, tag="echo"):
+class HeartbeatReply(msgspec.Struct, frozen=True, tag="echo"):
     """The answer to a heartbeat."""
 
     number: int
@@ -115,18 +115,18 @@ class Goodbye(msgspec.Struct, frozen=True, tag="goodbye"):
     """The sender stays in the cluster and rejects the receiver."""
 
 
-class Ask(msgspec.Struct, frozen=True, tag="ask"):
+class StatusRequest(msgspec.Struct, frozen=True, tag="ask"):
     """A status query, sent instead of a hello. The client does not become a node by it."""
 
     forget: str = ""
     """A node that the user declares gone for good."""
 
 
-class Probe(msgspec.Struct, frozen=True, tag="probe"):
+class ProbeRequest(msgspec.Struct, frozen=True, tag="probe"):
     """A request to measure this link, sent instead of a hello; see `probe` for the protocol."""
 
 
-class Link(msgspec.Struct, frozen=True):
+class LinkStatus(msgspec.Struct, frozen=True):
     """The connection of a node to another one."""
 
     node: str
@@ -144,22 +144,22 @@ class Link(msgspec.Struct, frozen=True):
     back_Bps: float | None = None
 
 
-class Told(msgspec.Struct, frozen=True, tag="told"):
+class StatusReply(msgspec.Struct, frozen=True, tag="told"):
     """The answer to a status query."""
 
     status: Status
     view: View
-    links: tuple[Link, ...]
+    links: tuple[LinkStatus, ...]
     interfaces: tuple[Interface, ...]
 
 
-Message: TypeAlias = (
-    Ask
-    | Told
-    | Probe
-    | Hello
-    | Beat
-    | Echo
+ControlMessage: TypeAlias = (
+    StatusRequest
+    | StatusReply
+    | ProbeRequest
+    | NodeHello
+    | HeartbeatMessage
+    | HeartbeatReply
     | Decided
     | Goodbye
     | Prepare
@@ -174,4 +174,4 @@ Message: TypeAlias = (
     | LastCall
     | TrustUpdate
 )
-SCHEMA: Schema[Message] = Schema(Message)
+SCHEMA: Schema[ControlMessage] = Schema(ControlMessage)

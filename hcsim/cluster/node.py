@@ -1,6 +1,6 @@
 """A cluster node: the driver that feeds events to the state machines and executes their effects.
 
-It is the `Conductor` of the computation: it determines the members to work with, and when a view has ended.
+It is the `MembershipSource` of the computation: it determines the members to work with, and when a view has ended.
 """
 
 from __future__ import annotations
@@ -10,25 +10,45 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-from hcsim.cluster.agreement import Record
-from hcsim.cluster.conductor import LAST_CALL_S, Checker, Introduction
-from hcsim.cluster.diagnosis import SLOWER, Accusation, Failure
+from hcsim.cluster.agreement import AcceptorState
+from hcsim.cluster.control_connections import ControlConnections
+from hcsim.cluster.diagnosis import SLOWER, Accusation, ViewFailure
 from hcsim.cluster.discovery import Announcement, Discovery
-from hcsim.cluster.figures import Figures
-from hcsim.cluster.health import Pulse, Watch
-from hcsim.cluster.lines import Lines
-from hcsim.cluster.membership import Adopted, Check, Membership, Over, Qualify, Send, Waiting
-from hcsim.cluster.messages import Ask, Beat, Echo, Goodbye, Hello, LastCall, Link, Message, Status, Told, TrustUpdate
-from hcsim.cluster.probe import Ways
-from hcsim.cluster.view import Member, Rules, Terms, View, refusal, unlike
+from hcsim.cluster.health import FailureDetector, PauseDetector
+from hcsim.cluster.membership import (
+    AdoptView,
+    CheckMembers,
+    CheckNewcomer,
+    EndEpoch,
+    Membership,
+    ReportWaiting,
+    SendMessage,
+)
+from hcsim.cluster.membership_source import LAST_CALL_S, MemberCheck, NodeInfo
+from hcsim.cluster.messages import (
+    ControlMessage,
+    Goodbye,
+    HeartbeatMessage,
+    HeartbeatReply,
+    LastCall,
+    LinkStatus,
+    NodeHello,
+    Status,
+    StatusReply,
+    StatusRequest,
+    TrustUpdate,
+)
+from hcsim.cluster.metrics import ClusterMetrics
+from hcsim.cluster.probe import Routes
+from hcsim.cluster.view import JobTerms, Member, MembershipRules, View, refusal, unlike
 from hcsim.config.cluster import Cluster
 from hcsim.errors import ConfigError, HcsimError, PeerRefused
 from hcsim.identity.trust_store import TrustStore
 from hcsim.runtime.channel import Channel
-from hcsim.runtime.clock import News
+from hcsim.runtime.clock import BroadcastEvent
 from hcsim.runtime.host import Host, keep, kept
-from hcsim.transport.callers import Once, one_line
-from hcsim.transport.reception import CHECK_S, echo_s
+from hcsim.transport.admission_queue import LogDeduplicator, one_line
+from hcsim.transport.group_listener import CHECK_S, echo_s
 
 _TICK_S = 0.001
 """A minimum wait: if clock drift wakes the task early, it looks again, but not at once."""
@@ -48,33 +68,33 @@ _LOOKS = 4
 """The number of health checks of all peers per heartbeat."""
 
 
-class Node:
+class ClusterNode:
     """A machine's node in a cluster."""
 
     def __init__(
         self,
         host: Host,
-        me: Introduction,
+        me: NodeInfo,
         config: Cluster,
         tell: Callable[[str], None] = lambda text: None,
-        terms: Terms | None = None,
+        terms: JobTerms | None = None,
         trusted: TrustStore | None = None,
     ) -> None:
         self._host = host
         self._trusted = trusted
         self._me = me
         self._terms = dict(terms or {})
-        self._terms_of: dict[str, Terms] = {}
+        self._terms_of: dict[str, JobTerms] = {}
         self._config = config
         self._beat = config.beat
         self._tell: Callable[[str], None] = lambda what: tell(one_line(what))
-        self._tell_once = Once(self._tell)
-        self._pulses: dict[str, Pulse] = {}
+        self._tell_once = LogDeduplicator(self._tell)
+        self._pulses: dict[str, FailureDetector] = {}
         self._up_since_s: dict[str, float] = {}
         self._sent: dict[int, float] = {}
         self._number = 1
-        self._watch = Watch(math.inf, self._beat.interval_s / _LOOKS)
-        self._news = News()
+        self._watch = PauseDetector(math.inf, self._beat.interval_s / _LOOKS)
+        self._news = BroadcastEvent()
         self._overs: dict[int, asyncio.Future[str]] = {}
         self._review = asyncio.Event()
         self._waiting: dict[str, None] = {}
@@ -84,11 +104,11 @@ class Node:
         self._failure: BaseException | None = None
         self._record = f"membership-{me.namespace[:16]}" if me.namespace else "membership"
         self._us = Member(me.node, me.boot, me.name, me.address, me.home)
-        rules = Rules(config.needed, config.quorum, config.settle_s, self._beat.timeout_s)
-        remembered = kept(host.store, self._record, Record)
+        rules = MembershipRules(config.needed, config.quorum, config.settle_s, self._beat.timeout_s)
+        remembered = kept(host.store, self._record, AcceptorState)
         self._membership = Membership(self._us, me.control, rules, remembered, self._save)
         self._known = self._membership.status
-        self._checker: Checker | None = None
+        self._checker: MemberCheck | None = None
         self._disqualified_s = 0.0
         """How long to wait before the next check whether this node can join; grows each time."""
         self._last_call = asyncio.Event()
@@ -96,11 +116,11 @@ class Node:
         soon."""
         self._qualifying: asyncio.Task[None] | None = None
         """The task that checks whether this node can join; a new request replaces it."""
-        self._lines = Lines(host, self)
-        self._ways = Ways(host, me.node, self._control_of)
+        self._lines = ControlConnections(host, self)
+        self._ways = Routes(host, me.node, self._control_of)
         announcement = Announcement(me.node, me.name, me.namespace, me.boot, me.control)
         self._discovery = Discovery(host, config, announcement, self._lines.dial, self._on_line, self.told)
-        self._figures = Figures(host, self._membership, self._lines, self._discovery, self._pulses, self._ways)
+        self._figures = ClusterMetrics(host, self._membership, self._lines, self._discovery, self._pulses, self._ways)
 
     async def start(self) -> None:
         listener = await self._host.listen(self._me.control)
@@ -140,12 +160,12 @@ class Node:
         return bool(self._me.namespace)
 
     @property
-    def ways(self) -> Ways | None:
+    def ways(self) -> Routes | None:
         return None if self._config.measure == "nothing" else self._ways
 
     async def view(self, after: int, outcome: str = "") -> View | None:
-        """See `Conductor.view`. A node that was excluded waits for the members that continue, even if it could work
-        alone."""
+        """See `MembershipSource.view`. A node that was excluded waits for the members that continue, even if it could
+        work alone."""
         membership = self._membership
         while True:
             if self._failure is not None:
@@ -193,11 +213,11 @@ class Node:
     def surveyed(self, epoch: int) -> None:
         self._membership.surveyed(epoch)
 
-    def broken(self, epoch: int, failure: Failure) -> None:
+    def broken(self, epoch: int, failure: ViewFailure) -> None:
         self._membership.broken(epoch, failure, self._now())
         self._carry_out()
 
-    def check_with(self, check: Checker | None) -> None:
+    def check_with(self, check: MemberCheck | None) -> None:
         self._checker = check
 
     def finish(self, outcome: str) -> None:
@@ -219,10 +239,10 @@ class Node:
     def status(self) -> Status:
         return self._membership.status
 
-    def hello(self) -> Hello:
-        return Hello(self._membership.status, self._terms)
+    def hello(self) -> NodeHello:
+        return NodeHello(self._membership.status, self._terms)
 
-    def asked(self, ask: Ask) -> Told:
+    def asked(self, ask: StatusRequest) -> StatusReply:
         """Record a node that is gone for good, if one is named; then return the status and connections of this node."""
         if ask.forget:
             member = self._membership.view.member(ask.forget)
@@ -234,7 +254,7 @@ class Node:
         for node, peer in sorted(membership.roster.peers.items()):
             line = self._ways.line(peer.status.us)
             links.append(
-                Link(
+                LinkStatus(
                     node,
                     peer.status.us.name,
                     peer.status.control,
@@ -246,14 +266,14 @@ class Node:
                     None if line is None else line.back_Bps,
                 )
             )
-        return Told(membership.status, membership.view, tuple(links), self._host.interfaces())
+        return StatusReply(membership.status, membership.view, tuple(links), self._host.interfaces())
 
-    def up(self, hello: Hello) -> None:
+    def up(self, hello: NodeHello) -> None:
         status, now = hello.status, self._now()
         node = status.us.node
         self._terms_of[node] = hello.terms
         self._up_since_s[node] = now
-        self._pulses.setdefault(node, Pulse(now, self._beat)).sign(now)
+        self._pulses.setdefault(node, FailureDetector(now, self._beat)).sign(now)
         self._discovery.want(node, status.control)
         self._meet(status)
         self._membership.heard(status, now)
@@ -285,18 +305,18 @@ class Node:
             pause_s = 0.0 if lasted_s > self._beat.interval_s else self._beat.interval_s / 2
             self._host.spawn(self._call_again(node, pause_s), name="call again")
 
-    def said(self, node: str, message: Message) -> None:
+    def said(self, node: str, message: ControlMessage) -> None:
         if self._is_expelled(node):
             return  # the channel to it ends
         now, pulse = self._now(), self._pulses[node]
-        if isinstance(message, Beat):
+        if isinstance(message, HeartbeatMessage):
             if message.number:
                 pulse.beat(now)
-                self._lines.send(node, Echo(message.number))
+                self._lines.send(node, HeartbeatReply(message.number))
             if message.status.us.node == node:
                 self._membership.heard(message.status, now)
                 self._meet(message.status)
-        elif isinstance(message, Echo):
+        elif isinstance(message, HeartbeatReply):
             if message.number in self._sent:
                 pulse.echoed(now - self._sent[message.number])
         elif isinstance(message, TrustUpdate):
@@ -355,7 +375,7 @@ class Node:
             self._number += 1
             self._sent[self._number] = self._now()
             self._sent.pop(self._number - 16, None)
-            self._lines.send_all(Beat(self._number, self._membership.status))
+            self._lines.send_all(HeartbeatMessage(self._number, self._membership.status))
             self._figures.beat_sent()
             for _ in range(_LOOKS):
                 self._watch.due_s = self._now() + pause_s
@@ -410,32 +430,32 @@ class Node:
         membership = self._membership
         if membership.status != self._known:  # first, so that what we ask is heard by those who know that we hear them
             self._known = membership.status
-            self._lines.send_all(Beat(0, self._known))
+            self._lines.send_all(HeartbeatMessage(0, self._known))
         while membership.effects:
             effects, membership.effects = membership.effects, []
             for effect in effects:
-                if isinstance(effect, Send):
+                if isinstance(effect, SendMessage):
                     self._lines.send(effect.to, effect.message)
-                elif isinstance(effect, Adopted):
+                elif isinstance(effect, AdoptView):
                     self._adopted(effect.view)
-                elif isinstance(effect, Over):
+                elif isinstance(effect, EndEpoch):
                     self._is_over(effect)
-                elif isinstance(effect, Check):
+                elif isinstance(effect, CheckMembers):
                     self._host.spawn(
                         self._check(self._membership.view, effect), name=f"check the members of {effect.epoch}"
                     )
-                elif isinstance(effect, Qualify):
+                elif isinstance(effect, CheckNewcomer):
                     if self._qualifying is not None:
                         self._qualifying.cancel()
                     self._qualifying = self._host.spawn(self._qualify(effect), name="qualify")
-                elif isinstance(effect, Waiting) and effect.reason not in self._waiting:
+                elif isinstance(effect, ReportWaiting) and effect.reason not in self._waiting:
                     self._waiting[effect.reason] = None
                     self._host.trace("cluster", effect.reason)
                     self._tell(effect.reason)
         self._review.set()
         self._news.tell()
 
-    async def _check(self, view: View, asked: Check) -> None:
+    async def _check(self, view: View, asked: CheckMembers) -> None:
         others = [member for member in view.members if member.node != self._us.node]
         wrong = await self._wrong_with(others, slow=asked.slow)
         accusations = [Accusation(node, reason) for node, reason in wrong.items()]
@@ -444,7 +464,7 @@ class Node:
         self._membership.checked(view.epoch, accusations, self._now())
         self._carry_out()
 
-    async def _qualify(self, asked: Qualify) -> None:
+    async def _qualify(self, asked: CheckNewcomer) -> None:
         """Check whether this node can work with the members, and measure the routes to them, while they continue
         without it."""
         membership, passed = self._membership, dict[str, None]()
@@ -542,7 +562,7 @@ class Node:
             self._failure = task.exception()
             self._news.tell()
 
-    def _is_over(self, over: Over) -> None:
+    def _is_over(self, over: EndEpoch) -> None:
         """Fail the views up to that epoch: work may still be in a step of the previous view, and a lost member takes
         no part in that either."""
         self.over(over.epoch)
@@ -560,7 +580,7 @@ class Node:
     def _now(self) -> float:
         return self._host.clock.elapsed()
 
-    def _save(self, record: Record) -> None:
+    def _save(self, record: AcceptorState) -> None:
         try:
             keep(self._host.store, self._record, record)
         except HcsimError as error:

@@ -12,7 +12,7 @@ measurement holds both. Locks are taken in the order of node names to avoid dead
 node may still share an access point or an internet link: let nodes survey one after the other where that
 matters.
 
-`Ways` holds what a node knows of its routes to the others, and which one it dials. A machine with several
+`Routes` holds what a node knows of its routes to the others, and which one it dials. A machine with several
 interfaces has several addresses. Of two members of a view, the one that will dial the other measures its routes
 to all of the other's addresses, once: quickly, over the control port. It sends the results to the other. The
 measurement is repeated when one of the two was restarted, or when their connection has failed.
@@ -39,7 +39,7 @@ from hcsim.runtime.address import address_at, hosts_of
 from hcsim.runtime.channel import Channel, Listener
 from hcsim.runtime.frame import Header
 from hcsim.runtime.host import Host, Work
-from hcsim.transport.callers import Callers
+from hcsim.transport.admission_queue import AdmissionQueue
 from hcsim.transport.messages import Schema, expect
 
 KIB = 1024
@@ -62,12 +62,12 @@ _FLOAT_BYTES = 4
 _MOST_REPEATS = 1024
 
 
-Seconds: TypeAlias = Annotated[float, msgspec.Meta(ge=0)]
-Rate: TypeAlias = Annotated[float, msgspec.Meta(gt=0)]
+MeasuredSeconds: TypeAlias = Annotated[float, msgspec.Meta(ge=0)]
+MeasuredRate: TypeAlias = Annotated[float, msgspec.Meta(gt=0)]
 """A rate from a peer: neither NaN nor negative."""
 
 
-class Pace(msgspec.Struct, frozen=True):
+class ProbeBudget(msgspec.Struct, frozen=True):
     """Limits of the bytes and the time of a link measurement."""
 
     bursts: tuple[tuple[int, int], ...]
@@ -80,14 +80,16 @@ class Pace(msgspec.Struct, frozen=True):
     """How long a peer that holds the lock may be silent before it is released."""
 
 
-THOROUGH = Pace(((16, 256 * KIB), (64, 256 * KIB), (256, 256 * KIB)), LONG_ENOUGH_S, inf, 7, TURN_TIMEOUT_S)
+THOROUGH = ProbeBudget(((16, 256 * KIB), (64, 256 * KIB), (256, 256 * KIB)), LONG_ENOUGH_S, inf, 7, TURN_TIMEOUT_S)
 """Measures a link to within a percent."""
-QUICK = Pace((*((8, size * KIB) for size in (2, 8, 32, 128, 512)), (64, 512 * KIB)), LONG_ENOUGH_S / 2, 0.3, 4, 3.0)
+QUICK = ProbeBudget(
+    (*((8, size * KIB) for size in (2, 8, 32, 128, 512)), (64, 512 * KIB)), LONG_ENOUGH_S / 2, 0.3, 4, 3.0
+)
 """For measurements while others wait: a tenth of a second in each direction of a cable, and 16 KiB on a slow
 link."""
 
 
-class Speed(msgspec.Struct, frozen=True):
+class DeviceSpeed(msgspec.Struct, frozen=True):
     """The measured speed of a machine."""
 
     flops: float
@@ -95,14 +97,14 @@ class Speed(msgspec.Struct, frozen=True):
     memory_Bps: float
 
 
-class Line(msgspec.Struct, frozen=True):
+class LinkSpeed(msgspec.Struct, frozen=True):
     """The measured performance of a connection."""
 
-    latency_s: Seconds
+    latency_s: MeasuredSeconds
     """The minimum one-way latency."""
-    there_Bps: Rate
+    there_Bps: MeasuredRate
     """Bandwidth from the caller to the callee."""
-    back_Bps: Rate
+    back_Bps: MeasuredRate
 
 
 class Turn(msgspec.Struct, frozen=True, tag=True):
@@ -126,25 +128,25 @@ class Burst(msgspec.Struct, frozen=True, tag=True):
 class Took(msgspec.Struct, frozen=True, tag=True):
     """The time of the second half of a burst."""
 
-    seconds: Seconds
+    seconds: MeasuredSeconds
 
 
 class Found(msgspec.Struct, frozen=True, tag=True):
     """The end: sends the caller's results to the callee."""
 
-    line: Line
+    line: LinkSpeed
 
 
-Message: TypeAlias = Turn | Ping | Burst | Took | Found
-SCHEMA: Schema[Message] = Schema(Message, "does not measure as we do")
+ProbeMessage: TypeAlias = Turn | Ping | Burst | Took | Found
+SCHEMA: Schema[ProbeMessage] = Schema(ProbeMessage, "does not measure as we do")
 
 
-async def measure_speed(host: Host) -> Speed:
+async def measure_speed(host: Host) -> DeviceSpeed:
     product = Work(2.0 * _MATRIX**3, 3.0 * _FLOAT_BYTES * _MATRIX**2)
     total = Work(1.0 * _VECTOR, 3.0 * _FLOAT_BYTES * _VECTOR)
     product_s = await _seconds_each(host, "matmul", _MATRIX, product)
     total_s = await _seconds_each(host, "axpy", _VECTOR, total)
-    return Speed(product.flops / product_s if product_s else inf, total.moved_bytes / total_s if total_s else inf)
+    return DeviceSpeed(product.flops / product_s if product_s else inf, total.moved_bytes / total_s if total_s else inf)
 
 
 async def _seconds_each(host: Host, kind: Literal["matmul", "axpy"], size: int, work: Work) -> float:
@@ -165,17 +167,17 @@ async def _seconds_each(host: Host, kind: Literal["matmul", "axpy"], size: int, 
 class Prober:
     """Measures the links between this host and others, which run a prober too."""
 
-    def __init__(self, host: Host, name: str, pace: Pace = THOROUGH) -> None:
+    def __init__(self, host: Host, name: str, pace: ProbeBudget = THOROUGH) -> None:
         self._host = host
         self._name = name
         self._pace = pace
         self._turn = asyncio.Lock()
-        self._callers = Callers(host)
+        self._callers = AdmissionQueue(host)
 
     async def serve(self, listener: Listener) -> None:
         await self._callers.accept(listener, self._called_by)
 
-    async def measure(self, name: str, address: str) -> Line | None:
+    async def measure(self, name: str, address: str) -> LinkSpeed | None:
         """Measure the link to the node of that name at one of its addresses; return None if there is no answer."""
         try:
             channel = await self._host.connect(address, timeout_s=CONNECT_TIMEOUT_S)
@@ -183,7 +185,7 @@ class Prober:
             return None
         return await self.over(channel, name)
 
-    async def over(self, channel: Channel, name: str) -> Line | None:
+    async def over(self, channel: Channel, name: str) -> LinkSpeed | None:
         """Measure the link to the node of that name over this channel; return None if it did not answer to the end."""
         try:
             if self._name < name:
@@ -201,7 +203,7 @@ class Prober:
         finally:
             await channel.close()
 
-    async def answer(self, channel: Channel, known: Callable[[], None] = lambda: None) -> tuple[str, Line] | None:
+    async def answer(self, channel: Channel, known: Callable[[], None] = lambda: None) -> tuple[str, LinkSpeed] | None:
         """Serve a caller's measurement, and return the caller's name and results; `known` is called when it has
         begun."""
         try:
@@ -224,7 +226,7 @@ class Prober:
         async with self._host.clock.timeout(TURN_TIMEOUT_S):
             await SCHEMA.ask(channel, Turn(self._name))
 
-    async def _timed(self, channel: Channel) -> Line:
+    async def _timed(self, channel: Channel) -> LinkSpeed:
         clock = self._host.clock
         async with clock.timeout(PROBE_TIMEOUT_S):
             trips_s = []
@@ -235,7 +237,7 @@ class Prober:
             trip_s = min(trips_s)
             there_Bps = await self._rate_Bps(trip_s, lambda *burst: self._there(channel, *burst))
             back_Bps = await self._rate_Bps(trip_s, lambda *burst: self._back(channel, *burst))
-            line = Line(trip_s / 2, there_Bps, back_Bps)
+            line = LinkSpeed(trip_s / 2, there_Bps, back_Bps)
             await SCHEMA.send(channel, Found(line))
         return line
 
@@ -267,7 +269,7 @@ class Prober:
     def _called_by(self, channel: Channel, number: int) -> None:
         self._host.spawn(self.answer(channel, lambda: self._callers.known(channel)), name=f"probe {number}")
 
-    async def _greeting(self, channel: Channel, known: Callable[[], None]) -> Message:
+    async def _greeting(self, channel: Channel, known: Callable[[], None]) -> ProbeMessage:
         try:
             channel.limit(MESSAGE_BYTES)
             async with self._host.clock.timeout(PROBE_TIMEOUT_S):
@@ -275,7 +277,7 @@ class Prober:
         finally:
             known()
 
-    async def _answer_one(self, channel: Channel) -> Line | None:
+    async def _answer_one(self, channel: Channel) -> LinkSpeed | None:
         match await SCHEMA.recv(channel):
             case Burst(frames, frame_bytes, back):
                 if back:
@@ -315,11 +317,11 @@ CALL_TIMEOUT_S = 1.0
 """How long an address may take to answer before it counts as unreachable."""
 
 
-class Way(msgspec.Struct, frozen=True):
+class Route(msgspec.Struct, frozen=True):
     """A route to a node, with its measurements."""
 
     host: str
-    line: Line
+    line: LinkSpeed
 
     @property
     def bandwidth_Bps(self) -> float:
@@ -327,7 +329,7 @@ class Way(msgspec.Struct, frozen=True):
         return min(self.line.there_Bps, self.line.back_Bps)
 
 
-class Ways:
+class Routes:
     """This node's routes to the others."""
 
     def __init__(self, host: Host, us: str, control: Callable[[str], str]) -> None:
@@ -335,9 +337,9 @@ class Ways:
         self._prober = Prober(host, us, QUICK)
         self._control = control
         """Returns the control address of a node; empty if it is unknown."""
-        self._found: dict[tuple[str, int], tuple[Way, ...]] = {}
+        self._found: dict[tuple[str, int], tuple[Route, ...]] = {}
         """By node and boot: routes that answered, the one to dial first."""
-        self._heard: dict[str, tuple[Way, ...]] = {}
+        self._heard: dict[str, tuple[Route, ...]] = {}
         """By node: the peer's measurements of its routes to this node, seen from here; their hosts are this node's."""
         self.in_use: Callable[[], Mapping[str, tuple[str, str]]] = dict
         """By node: the two addresses between which collectives run at the moment."""
@@ -363,7 +365,7 @@ class Ways:
         for host, channel in zip(hosts, channels, strict=True):
             line = None if channel is None else await self._prober.over(channel, member.node)
             if line is not None:
-                ways.append(Way(host, line))
+                ways.append(Route(host, line))
                 self._host.trace("measured", member.name, host, line.latency_s, line.there_Bps, line.back_Bps)
         if ways:
             self._found[member.node, member.boot] = _by_choice(ways)
@@ -373,7 +375,7 @@ class Ways:
         if heard is not None:
             node, line = heard
             if channel.identity in ("", node):
-                ours = Way(channel.ends[0], Line(line.latency_s, line.back_Bps, line.there_Bps))
+                ours = Route(channel.ends[0], LinkSpeed(line.latency_s, line.back_Bps, line.there_Bps))
                 others = [way for way in self._heard.get(node, ()) if way.host != ours.host]
                 self._heard[node] = _by_choice([ours, *others])
 
@@ -383,12 +385,12 @@ class Ways:
             del self._found[known]
         self._heard.pop(node, None)
 
-    def dialled(self, member: Member) -> Line | None:
+    def dialled(self, member: Member) -> LinkSpeed | None:
         """Return the measurement of the route that this node dials to a member."""
         ways = self._found.get((member.node, member.boot))
         return ways[0].line if ways else None
 
-    def line(self, member: Member) -> Line | None:
+    def line(self, member: Member) -> LinkSpeed | None:
         """Return the measurement of the route in use, or the one that would be used, whichever side measured it."""
         ours, theirs = self.in_use().get(member.node, ("", ""))
         found, heard = self._found.get((member.node, member.boot), ()), self._heard.get(member.node, ())
@@ -408,7 +410,7 @@ class Ways:
         try:
             channel = await self._host.connect(address, timeout_s=CALL_TIMEOUT_S)
             channels.append(channel)
-            await messages.SCHEMA.send(channel, messages.Probe())
+            await messages.SCHEMA.send(channel, messages.ProbeRequest())
         except HcsimError:
             return None
         return channel
@@ -423,7 +425,7 @@ def _places(address: str) -> list[tuple[str, str]]:
     return [(host, address_at([host], port)) for host in [host for host in hosts if ":" not in host] or hosts]
 
 
-def _by_choice(ways: Sequence[Way]) -> tuple[Way, ...]:
+def _by_choice(ways: Sequence[Route]) -> tuple[Route, ...]:
     """Return the routes, with those that are clearly slower than the fastest moved to the end."""
     enough_Bps = AS_FAST * max(way.bandwidth_Bps for way in ways)
     return tuple(sorted(ways, key=lambda way: way.bandwidth_Bps < enough_Bps))

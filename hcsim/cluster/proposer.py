@@ -36,12 +36,12 @@ import msgspec
 
 from hcsim.cluster.agreement import Absence, Abstained, Accept, Accepted, Ballot, Prepare, Promise, Proposal, Refused
 from hcsim.cluster.diagnosis import Diagnosis
-from hcsim.cluster.messages import Decided, Message, Status
+from hcsim.cluster.messages import ControlMessage, Decided, Status
 from hcsim.cluster.roster import Roster
-from hcsim.cluster.view import ASTRAY_S, PATIENCE_S, Member, Quorum, Rules, View, branch, enough
+from hcsim.cluster.view import ASTRAY_S, PATIENCE_S, Member, MembershipRules, Quorum, View, branch, enough
 
 
-class Need(msgspec.Struct):
+class ViewChangeNeed(msgspec.Struct):
     """The result of examining a view: whether it should change."""
 
     reason: str = ""
@@ -57,10 +57,10 @@ class Need(msgspec.Struct):
         self.look_at_s = at_s if self.look_at_s is None else min(self.look_at_s, at_s)
 
 
-class Stance:
+class ViewChangePolicy:
     """The view-change policy of one node: its requests and failures, and what follows for its view."""
 
-    def __init__(self, us: Member, rules: Rules, roster: Roster, diagnosis: Diagnosis) -> None:
+    def __init__(self, us: Member, rules: MembershipRules, roster: Roster, diagnosis: Diagnosis) -> None:
         self.leaving = False
         self.broken = -1
         """The epoch in which this node's work failed."""
@@ -104,8 +104,8 @@ class Stance:
         """Return why work failed in the view, for this node or another member; empty if it did not."""
         return self.reason if self.broken == view.epoch else self._roster.complaint(view)
 
-    def need(self, view: View, joins: str, now: float) -> Need:
-        need = Need()
+    def need(self, view: View, joins: str, now: float) -> ViewChangeNeed:
+        need = ViewChangeNeed()
         if len(view.members) == 1 and joins not in ("", view.lineage):
             self._ask(view, need, now)
             return need
@@ -126,7 +126,7 @@ class Stance:
             need.delay_s = 0.0 if complete else self._rules.settle_s
         return need
 
-    def _ask(self, view: View, need: Need, now: float) -> None:
+    def _ask(self, view: View, need: ViewChangeNeed, now: float) -> None:
         """Ask a cluster to admit this node; tell the user if that takes long."""
         better = self.better(view)
         if self._asking_since_s is None:
@@ -136,7 +136,7 @@ class Stance:
         elif better is not None:
             need.waiting = f"waiting to be taken in by the cluster of {better.us.name}"
 
-    def _complaint_about(self, member: Member, need: Need, now: float) -> str:
+    def _complaint_about(self, member: Member, need: ViewChangeNeed, now: float) -> str:
         """Return why a member cannot stay as it is."""
         if member.node == self._us.node:
             return "" if member == self._us else f"{member.name} was started anew"
@@ -165,7 +165,7 @@ class Stance:
         """Return the number of members with which work begins, as it applies now."""
         return 1 if self._is_deserted(now) else self._rules.needed
 
-    def _desertion(self, view: View, need: Need, now: float) -> str:
+    def _desertion(self, view: View, need: ViewChangeNeed, now: float) -> str:
         """Return why to go on with the members present, if any side may go on: an excluded node may too, once it
         sees no cluster that it could ask."""
         if self._rules.quorum != "any" or view.formed or not self.begun or self._roster.any_formed():
@@ -182,7 +182,7 @@ class Stance:
         return self._deserted_since_s is not None and now >= self._deserted_since_s + ASTRAY_S
 
 
-class Situation(msgspec.Struct, frozen=True):
+class ProposalInputs(msgspec.Struct, frozen=True):
     """The input for choosing the next view."""
 
     promises: Mapping[str, Promise]
@@ -201,7 +201,7 @@ class Situation(msgspec.Struct, frozen=True):
     quorum: Quorum
 
 
-def successor(view: View, now: Situation, proposer: Member) -> View | None:
+def successor(view: View, now: ProposalInputs, proposer: Member) -> View | None:
     """Return the next view; None if nothing would change.
 
     Members keep their order, so ranks are stable and seniority holds; newcomers follow by node id. Two that
@@ -257,11 +257,11 @@ def orphaned(view: View, answers: Mapping[str, Promise | Abstained], gone: tuple
     return ", ".join(absent)
 
 
-def _mutual(now: Situation, one: str, other: str) -> bool:
+def _mutual(now: ProposalInputs, one: str, other: str) -> bool:
     return other in now.reaches.get(one, ()) and one in now.reaches.get(other, ())
 
 
-def _told(view: View, now: Situation, lost: list[str], newcomers: list[Member]) -> str:
+def _told(view: View, now: ProposalInputs, lost: list[str], newcomers: list[Member]) -> str:
     left = [m.name for m in view.members if m.node in now.leavers]
     culprits = [(m.name, now.culprits[m.node]) for m in view.members if m.node in now.culprits]
     out = [f"{name} is left out" + (f": {why}" if why not in now.failed else "") for name, why in culprits]
@@ -281,17 +281,23 @@ HOPELESS_S = PATIENCE_S / 2
 GONE_FOR_GOOD = "; for one that is gone for good, and only then: hcsim cluster forget NAME"
 
 
-class Post(Protocol):
+class MessageSender(Protocol):
     """Sends messages."""
 
-    def __call__(self, to: str, message: Message, now: float) -> None: ...
+    def __call__(self, to: str, message: ControlMessage, now: float) -> None: ...
 
 
 class Proposer:
     """The proposals of this node."""
 
     def __init__(
-        self, us: Member, rules: Rules, roster: Roster, stance: Stance, diagnosis: Diagnosis, send: Post
+        self,
+        us: Member,
+        rules: MembershipRules,
+        roster: Roster,
+        stance: ViewChangePolicy,
+        diagnosis: Diagnosis,
+        send: MessageSender,
     ) -> None:
         self.rounds = {"decided": 0, "given_up": 0, "overtaken": 0}
         """Counts of the ends of proposals; overtaken means that another view made the proposal obsolete."""
@@ -444,7 +450,7 @@ class Proposer:
         staying = [m.node for m in view.members if m.node in well and answers[m.node].us == m]
         silent = [node for node in self._culprits(view, view.nodes, now) if node not in answers] if failed else []
         staying = [node for node in view.nodes if node in staying or node in silent]
-        situation = Situation(
+        situation = ProposalInputs(
             {node: promise for node, promise in proposal.promises.items() if node in well},
             {node: answer for node, answer in proposal.abstained.items() if node in well},
             tuple(roster.joiners(view, now)),

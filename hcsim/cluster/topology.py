@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from hcsim.cluster.probe import Line, Prober, Speed, measure_speed
+from hcsim.cluster.probe import DeviceSpeed, LinkSpeed, Prober, measure_speed
 from hcsim.errors import UsageError
 from hcsim.runtime.address import join_address
 from hcsim.runtime.host import Chip, Host, Interface, Medium
@@ -36,16 +36,16 @@ AS_FAST = 0.9
 NOT_PROBED = (Medium.LOOPBACK,)
 
 
-class Node(msgspec.Struct, frozen=True):
+class TopologyNode(msgspec.Struct, frozen=True):
     """A machine, as it describes itself."""
 
     name: str
     chip: Chip
-    speed: Speed
+    speed: DeviceSpeed
     interfaces: tuple[Interface, ...]
 
 
-class Way(msgspec.Struct, frozen=True):
+class TopologyEdge(msgspec.Struct, frozen=True):
     """A route from one node to another, with its measurements."""
 
     source: str
@@ -56,7 +56,7 @@ class Way(msgspec.Struct, frozen=True):
     media: tuple[Medium, Medium]
     """The media at the source and at the target. The first is a guess if the source has several: a host does not
     tell."""
-    line: Line
+    line: LinkSpeed
 
     @property
     def bandwidth_Bps(self) -> float:
@@ -79,7 +79,7 @@ class Matrices(msgspec.Struct, frozen=True):
 class Topology:
     """The measurements of a cluster. `nodes` and `ways` are plain structs, which nodes can send to each other."""
 
-    def __init__(self, nodes: Sequence[Node], ways: Sequence[Way]) -> None:
+    def __init__(self, nodes: Sequence[TopologyNode], ways: Sequence[TopologyEdge]) -> None:
         self.nodes = tuple(nodes)
         self.ways = tuple(sorted(ways, key=lambda way: (way.source, way.target, way.interface, way.address)))
         known = {node.name for node in nodes}
@@ -101,10 +101,10 @@ class Topology:
             graph.add_edge(way.target, way.source, key, bandwidth_Bps=way.line.back_Bps, **about)
         return graph
 
-    def best(self, source: str, target: str) -> Way | None:
+    def best(self, source: str, target: str) -> TopologyEdge | None:
         return fastest([way for way in self.ways if (way.source, way.target) == (source, target)])
 
-    def between(self, one: str, other: str) -> Way | None:
+    def between(self, one: str, other: str) -> TopologyEdge | None:
         """Return the best of all routes between two nodes, whichever side dials."""
         return fastest([way for way in self.ways if {way.source, way.target} == {one, other}])
 
@@ -127,7 +127,7 @@ class Topology:
         return Matrices(tuple(map(tuple, bandwidth)), tuple(map(tuple, latency)))
 
 
-def fastest(ways: Sequence[Way]) -> Way | None:
+def fastest(ways: Sequence[TopologyEdge]) -> TopologyEdge | None:
     """Return the best of these routes according to the measurements; the medium only breaks ties."""
     if not ways:
         return None
@@ -137,11 +137,11 @@ def fastest(ways: Sequence[Way]) -> Way | None:
     return min(as_fast, key=lambda way: (way.line.latency_s, order.index(way.medium), way.interface, way.address))
 
 
-async def describe(host: Host, name: str) -> Node:
-    return Node(name, host.device.chip, await measure_speed(host), host.interfaces())
+async def describe(host: Host, name: str) -> TopologyNode:
+    return TopologyNode(name, host.device.chip, await measure_speed(host), host.interfaces())
 
 
-async def survey(prober: Prober, us: Node, others: Sequence[Node], port: int) -> list[Way]:
+async def survey(prober: Prober, us: TopologyNode, others: Sequence[TopologyNode], port: int) -> list[TopologyEdge]:
     """Measure this node's routes to the other nodes, each of which serves probes at that port."""
     ways = []
     for node in others:
@@ -149,11 +149,11 @@ async def survey(prober: Prober, us: Node, others: Sequence[Node], port: int) ->
             line = await prober.measure(node.name, join_address((address, port)))
             if line is not None:
                 media = (_leaves_by(us, interface), interface.medium)
-                ways.append(Way(us.name, node.name, interface.name, address, media, line))
+                ways.append(TopologyEdge(us.name, node.name, interface.name, address, media, line))
     return ways
 
 
-def _reachable(node: Node) -> list[tuple[Interface, str]]:
+def _reachable(node: TopologyNode) -> list[tuple[Interface, str]]:
     """Return where a node may be reached from elsewhere; without link-local IPv6 addresses, which need the
     caller's zone."""
     return [
@@ -165,7 +165,7 @@ def _reachable(node: Node) -> list[tuple[Interface, str]]:
     ]
 
 
-def _leaves_by(us: Node, arrives: Interface) -> Medium:
+def _leaves_by(us: TopologyNode, arrives: Interface) -> Medium:
     """Guess the medium by which a route to that interface leaves this node: the same kind, or else the fastest
     one that a router bridges."""
     ours = [interface.medium for interface in us.interfaces if interface.medium not in NOT_PROBED]
@@ -226,7 +226,7 @@ def draw(topology: Topology, path: Path) -> None:
 def _draw_legend(axes: Any, topology: Topology) -> None:
     """Draw the legend of the colours; without labels, also of the line widths."""
     crowded = len(topology.nodes) > _LABELLED_UP_TO
-    shown: dict[tuple[int, str], Way] = {}
+    shown: dict[tuple[int, str], TopologyEdge] = {}
     for way in topology.ways:
         rate = f" {way.bandwidth_Bps * 8 / 1e9:.2g} Gb/s" if crowded else ""
         shown.setdefault((list(Medium).index(way.medium), f"{way.medium.value}{rate}"), way)
@@ -236,7 +236,7 @@ def _draw_legend(axes: Any, topology: Topology) -> None:
         axes.legend(loc="upper right", frameon=False)
 
 
-def _width(way: Way) -> float:
+def _width(way: TopologyEdge) -> float:
     return 1.0 + min(5.0, 8.0 * way.bandwidth_Bps / 1e9)
 
 
@@ -261,7 +261,7 @@ def _draw_pair(axes: Any, topology: Topology, names: tuple[str, str], ends: tupl
         axes.text(x, y, _label(best, names[0]), ha="center", va="center", fontsize=7.5, bbox=white, zorder=2)
 
 
-def _label(way: Way, first: str) -> str:
+def _label(way: TopologyEdge, first: str) -> str:
     there, back = (_number(rate_Bps, 1e9 / 8, digits=2) for rate_Bps in (way.line.there_Bps, way.line.back_Bps))
     media = way.media
     if way.source != first:
@@ -275,12 +275,12 @@ def _media(media: tuple[Medium, Medium]) -> str:
     return leaves if leaves == enters else f"{leaves} – {enters}"
 
 
-def _caption(node: Node) -> str:
+def _caption(node: TopologyNode) -> str:
     memory = f", {_memory(node)}" if node.chip.memory_bytes else ""
     return f"{node.name}\n{node.chip.name}{memory}\n{_number(node.speed.flops, 1e12)} TFLOPS"
 
 
-def _memory(node: Node) -> str:
+def _memory(node: TopologyNode) -> str:
     return f"{node.chip.memory_bytes / 2**30:.0f} GiB" if node.chip.memory_bytes else "–"
 
 

@@ -4,7 +4,7 @@ Views of one lineage follow each other without gaps, and each has one successor,
 `agreement`). The order of the members gives their ranks. Members keep their order and newcomers come last, so
 the first member is always the most senior, and it leads.
 
-`Rules` are the settings for forming views that all nodes of a cluster share. Terms are the start options that
+`MembershipRules` are the settings for forming views that all nodes of a cluster share. Terms are the start options that
 all members must share. Each node sends its terms when it meets another: by name, and only where they differ
 from the defaults. A node whose terms differ from those of the most senior member of its view can never compute
 with it, so it ends.
@@ -27,7 +27,7 @@ Quorum: TypeAlias = Literal["majority", "tiebreak", "any"]
 - tiebreak: more than half, or exactly half including the leader.
 - any: any members that are left. Both sides of a split cluster go on, and their models diverge."""
 
-Standing: TypeAlias = tuple[bool, bool, int, str]
+ClusterPrecedence: TypeAlias = tuple[bool, bool, int, str]
 """The precedence of a cluster: where clusters meet, the one with the least value goes on."""
 
 
@@ -74,7 +74,7 @@ class View(msgspec.Struct, frozen=True):
     reason: str = ""
 
     @property
-    def standing(self) -> Standing:
+    def standing(self) -> ClusterPrecedence:
         return standing(self.lineage, len(self.members), formed=self.formed)
 
     @property
@@ -103,7 +103,7 @@ class View(msgspec.Struct, frozen=True):
         return next((r for r, m in enumerate(self.members) if (m.node, m.boot) == (member.node, member.boot)), None)
 
 
-def standing(lineage: str, size: int, *, formed: bool, waits: bool = False) -> Standing:
+def standing(lineage: str, size: int, *, formed: bool, waits: bool = False) -> ClusterPrecedence:
     """Return the precedence: first clusters that work, then of those the ones that can change, then the larger,
     then the lower id."""
     return not formed, waits, -size, lineage
@@ -142,7 +142,7 @@ DEPARTED_S = 5.0
 still arrive."""
 
 
-class Rules(msgspec.Struct, frozen=True):
+class MembershipRules(msgspec.Struct, frozen=True):
     """The settings for forming views that the user chooses."""
 
     needed: int
@@ -153,11 +153,11 @@ class Rules(msgspec.Struct, frozen=True):
     """How long a proposal waits for a member that seems healthy."""
 
 
-Terms: TypeAlias = Mapping[str, str]
+JobTerms: TypeAlias = Mapping[str, str]
 _USUAL = "left out"
 
 
-def unlike(theirs: Terms, ours: Terms, there: str) -> str:
+def unlike(theirs: JobTerms, ours: JobTerms, there: str) -> str:
     """Return how the terms differ; empty if they do not."""
     names = sorted({*theirs, *ours})
     return ", ".join(

@@ -23,7 +23,7 @@ from typing import TypeAlias
 import msgspec
 
 from hcsim.collectives.plan import Finish, Recv, Reduce, Round, Rounds, Send
-from hcsim.collectives.verify import DryRun, IntervalMap, Key, PlanError
+from hcsim.collectives.verify import DryRun, IntervalMap, MessageKey, PlanError
 from hcsim.errors import UsageError
 
 Matrix: TypeAlias = tuple[tuple[float, ...], ...]
@@ -98,7 +98,7 @@ class _Pricing:
         self.dry_run: DryRun[tuple[float, float]] = DryRun()
         self.end_s = 0.0
 
-    def walk(self, rank: int) -> Iterator[Key]:
+    def walk(self, rank: int) -> Iterator[MessageKey]:
         for s, actions in enumerate(self.plans[rank]):
             for action, index, lo, hi in _segments(actions, self.segment):
                 if isinstance(action, Send):

@@ -46,9 +46,9 @@ from hcsim.errors import CollectiveError, HcsimError, RemoteProtocolError, Usage
 from hcsim.runtime.channel import Listener, Phantom
 from hcsim.runtime.frame import HEADER_BYTES
 from hcsim.runtime.host import Host
-from hcsim.transport.hello import Membership
+from hcsim.transport.group_listener import GroupListener
+from hcsim.transport.hello import GroupMembership
 from hcsim.transport.mesh import Mesh
-from hcsim.transport.reception import Reception
 
 T = TypeVar("T")
 
@@ -75,10 +75,10 @@ class Group:
     async def open(
         cls,
         host: Host,
-        us: Membership,
+        us: GroupMembership,
         options: Options | None = None,
         listener: Listener | None = None,
-        reception: Reception | None = None,
+        reception: GroupListener | None = None,
     ) -> Group:
         """Listen at this rank's address; links to other ranks open on first use.
 

@@ -32,7 +32,7 @@ from hcsim.runtime.host import Counter, Histogram, Host
 from hcsim.transport.link import Link
 from hcsim.transport.mesh import Mesh
 
-State: TypeAlias = Literal["queued", "matching", "connecting", "running", "done", "failed"]
+OperationState: TypeAlias = Literal["queued", "matching", "connecting", "running", "done", "failed"]
 QUEUED: Final = "queued"
 MATCHING: Final = "matching"
 CONNECTING: Final = "connecting"
@@ -40,7 +40,7 @@ RUNNING: Final = "running"
 DONE: Final = "done"
 FAILED: Final = "failed"
 
-NEXT: dict[State, tuple[State, ...]] = {
+NEXT: dict[OperationState, tuple[OperationState, ...]] = {
     QUEUED: (RUNNING, CONNECTING, MATCHING, FAILED),
     MATCHING: (RUNNING, CONNECTING, FAILED),
     CONNECTING: (RUNNING, FAILED),
@@ -166,7 +166,7 @@ class Operation:
         self.buffer = buffer
         self.links: dict[int, Link] = {}
         """Links to its peers, by rank; complete when it runs."""
-        self.state: State = QUEUED
+        self.state: OperationState = QUEUED
         self.task: asyncio.Task[Any] | None = None
         self.queue: list[Operation] | None = None
         """For a collective: the unfinished operations of its bucket, in order."""
@@ -193,7 +193,7 @@ class Operation:
 
     # Its states.
 
-    def enter(self, state: State) -> None:
+    def enter(self, state: OperationState) -> None:
         assert state in NEXT[self.state], f"{self} is {self.state}, and cannot become {state}"
         self.state = state
 

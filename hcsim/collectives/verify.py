@@ -25,7 +25,7 @@ from hcsim.collectives.plan import Finish, Recv, Reduce, Rounds, Send, Shape, of
 from hcsim.errors import HcsimError, UsageError
 
 T = TypeVar("T")
-Key: TypeAlias = tuple[int, ...]
+MessageKey: TypeAlias = tuple[int, ...]
 """The identity of a message: round, sender, receiver, and further parts."""
 
 
@@ -126,8 +126,8 @@ def _promised(operation: str, rank: int, shapes: Sequence[Shape]) -> list[_Piece
 
 def _check_messages(plans: Sequence[Rounds], sizes: Sequence[int]) -> None:
     """Check that every message has both ends, of equal size, and that there is at most one per round and pair."""
-    sent: dict[Key, int] = {}
-    taken: dict[Key, int] = {}
+    sent: dict[MessageKey, int] = {}
+    taken: dict[MessageKey, int] = {}
     for rank, rounds in enumerate(plans):
         for s, actions in enumerate(rounds):
             for action in actions:
@@ -151,7 +151,7 @@ def _check_messages(plans: Sequence[Rounds], sizes: Sequence[int]) -> None:
             )
 
 
-def _sized(verb: str, side: dict[Key, int], key: Key) -> str:
+def _sized(verb: str, side: dict[MessageKey, int], key: MessageKey) -> str:
     return f"{side[key]} elements are {verb}" if key in side else f"nothing is {verb}"
 
 
@@ -164,7 +164,7 @@ class _Machine:
         self.heard = [1 << rank for rank in range(len(plans))]
         self.dry_run: DryRun[tuple[int, list[_Piece]]] = DryRun()
 
-    def walk(self, rank: int) -> Iterator[Key]:
+    def walk(self, rank: int) -> Iterator[MessageKey]:
         """Perform the actions of a rank in order; yield the key of a message that has not arrived."""
         for s, actions in enumerate(self.plans[rank]):
             for action in actions:
@@ -188,7 +188,7 @@ class _Machine:
         relative = [(lo - action.lo, hi - action.lo, v._replace(shift=v.shift + action.lo)) for lo, hi, v in pieces]
         self.dry_run.post((s, rank, action.peer), (self.heard[rank], relative))
 
-    def _take(self, rank: int, key: Key, action: Recv | Reduce, where: str) -> None:
+    def _take(self, rank: int, key: MessageKey, action: Recv | Reduce, where: str) -> None:
         heard, pieces = self.dry_run.take(key)
         self.heard[rank] |= heard
         for start, stop, sent in pieces:
@@ -257,24 +257,24 @@ class DryRun(Generic[T]):
     """Runs one generator per rank. A generator that yields a key is suspended until that message is posted."""
 
     def __init__(self) -> None:
-        self._posted: dict[Key, T] = {}
-        self._resting: dict[Key, int] = {}
+        self._posted: dict[MessageKey, T] = {}
+        self._resting: dict[MessageKey, int] = {}
         self._ready: deque[int] = deque()
 
-    def __contains__(self, key: Key) -> bool:
+    def __contains__(self, key: MessageKey) -> bool:
         return key in self._posted
 
-    def post(self, key: Key, message: T) -> None:
+    def post(self, key: MessageKey, message: T) -> None:
         """Post a message and resume the rank that waits for it."""
         self._posted[key] = message
         if key in self._resting:
             self._ready.append(self._resting.pop(key))
 
-    def take(self, key: Key) -> T:
+    def take(self, key: MessageKey) -> T:
         """Remove and return a posted message."""
         return self._posted.pop(key)
 
-    def run(self, walks: Sequence[Iterator[Key]]) -> dict[Key, int]:
+    def run(self, walks: Sequence[Iterator[MessageKey]]) -> dict[MessageKey, int]:
         """Run all generators as far as possible; return the rank that still waits for each message."""
         self._ready.extend(range(len(walks)))
         while self._ready:

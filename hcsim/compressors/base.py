@@ -29,12 +29,12 @@ import numpy.typing as npt
 from hcsim.runtime.host import Work
 
 Array: TypeAlias = npt.NDArray[np.float32]
-Bytes: TypeAlias = npt.NDArray[np.uint8]
-Shape: TypeAlias = tuple[int, ...]
-State: TypeAlias = dict[str, npt.NDArray[np.generic]]
+ByteArray: TypeAlias = npt.NDArray[np.uint8]
+TensorShape: TypeAlias = tuple[int, ...]
+CompressorStateDict: TypeAlias = dict[str, npt.NDArray[np.generic]]
 
 
-class Kind(Enum):
+class PayloadKind(Enum):
     """How payloads of several ranks are combined."""
 
     LINEAR = "linear"
@@ -49,7 +49,7 @@ class Ident(NamedTuple):
     step: int = 0
 
 
-Rounds: TypeAlias = Generator[Array, Array, None]
+ReductionRounds: TypeAlias = Generator[Array, Array, None]
 """Yields a flat factor and is sent its sum over all ranks, repeatedly; the sum may be in the same memory."""
 
 
@@ -61,40 +61,40 @@ class Compressor(Protocol):
         """The spec as in files and tables: "topk:0.01". `make` parses it."""
 
     @property
-    def kind(self) -> Kind: ...
+    def kind(self) -> PayloadKind: ...
 
-    def size_bytes(self, shape: Shape) -> int:
+    def size_bytes(self, shape: TensorShape) -> int:
         """Return the exact size of the payload for such a tensor (an estimate where `sized` is false)."""
 
-    def most_bytes(self, shape: Shape) -> int: ...
+    def most_bytes(self, shape: TensorShape) -> int: ...
 
     @property
     def sized(self) -> bool:
         """Whether the size depends on the shape alone; false for a lossless coder."""
 
-    def encode(self, tensor: Array, of: Ident) -> Bytes:
+    def encode(self, tensor: Array, of: Ident) -> ByteArray:
         """Return the payload. It is valid until a tensor of that name is encoded again, which reuses its memory.
 
         The tensor is contiguous and is not changed. A NaN or an infinity in it raises an error that names the
         tensor (`randomk` documents where it does not check)."""
 
-    def decode(self, payload: Bytes, out: Array, of: Ident) -> None:
+    def decode(self, payload: ByteArray, out: Array, of: Ident) -> None:
         """Decode the payload into all of `out`.
 
         An invalid payload raises an error that names the tensor; the contents of `out` are then undefined."""
 
-    def add(self, payload: Bytes, out: Array, of: Ident) -> None:
+    def add(self, payload: ByteArray, out: Array, of: Ident) -> None:
         """Like `decode`, but add to `out`."""
 
-    def subtract(self, payload: Bytes, out: Array, of: Ident) -> None:
+    def subtract(self, payload: ByteArray, out: Array, of: Ident) -> None:
         """Like `decode`, but subtract from `out`: applied to the input, this leaves what was not sent."""
 
     def for_feedback(self) -> Compressor:
         """Return the variant for error feedback: it sends a part of the input, not an unbiased estimate."""
 
-    def encode_work(self, shape: Shape) -> Work: ...
+    def encode_work(self, shape: TensorShape) -> Work: ...
 
-    def decode_work(self, shape: Shape) -> Work: ...
+    def decode_work(self, shape: TensorShape) -> Work: ...
 
     def commit(self, step: int) -> None:
         """Commit the step: what was learned in it takes effect."""
@@ -102,20 +102,20 @@ class Compressor(Protocol):
     def abandon(self, step: int) -> None:
         """Abandon the step: discard what was learned in it."""
 
-    def state(self) -> State:
+    def state(self) -> CompressorStateDict:
         """Return the committed state, under names of its own."""
 
     def restore(self, state: Mapping[str, npt.NDArray[np.generic]]) -> None:
         """Restore the state of another object of the same spec; reject any other."""
 
 
-class Linear(Compressor, Protocol):
+class LinearCompressor(Compressor, Protocol):
     """A compressor whose factors may be summed."""
 
-    def rounds(self, tensor: Array, of: Ident, total: Array | None = None) -> Rounds:
+    def rounds(self, tensor: Array, of: Ident, total: Array | None = None) -> ReductionRounds:
         """Exchange this tensor; in the end it holds the decoded sum over all ranks.
 
         If `total` is given, the sum is put there, and the tensor is left with the part of it that was not sent."""
 
-    def round_bytes(self, shape: Shape) -> tuple[int, ...]:
+    def round_bytes(self, shape: TensorShape) -> tuple[int, ...]:
         """Return the size of each round's factor for such a tensor, without data."""

@@ -15,7 +15,7 @@ from typing import ClassVar
 import numpy as np
 
 from hcsim.compressors import kernels
-from hcsim.compressors.base import Array, Bytes, Ident, Kind, Rounds, Shape
+from hcsim.compressors.base import Array, ByteArray, Ident, PayloadKind, ReductionRounds, TensorShape
 from hcsim.compressors.codec import ChunkedCompressor, Unpack
 from hcsim.compressors.encoding import (
     FLOAT_BYTES,
@@ -35,7 +35,7 @@ _SIGN = 0x8000
 class Cast(ChunkedCompressor):
     """Base class of both."""
 
-    kind = Kind.QUANTISED
+    kind = PayloadKind.QUANTISED
     largest: ClassVar[int]
     """The bits of the largest finite half-precision value."""
     beyond: ClassVar[int]
@@ -49,10 +49,10 @@ class Cast(ChunkedCompressor):
     def _widen(self, halves: Halves, into: Array) -> bool:
         """Convert to float32; return whether all are finite."""
 
-    def size_bytes(self, shape: Shape) -> int:
+    def size_bytes(self, shape: TensorShape) -> int:
         return HEADER_BYTES + HALF_BYTES * prod(shape)
 
-    def _encode(self, flat: Array, shape: Shape, of: Ident) -> Bytes:
+    def _encode(self, flat: Array, shape: TensorShape, of: Ident) -> ByteArray:
         payload = self._payload(of.name, shape)
         halves = payload[HEADER_BYTES:].view(np.uint16)
         if not self._narrow(flat, halves):
@@ -60,7 +60,7 @@ class Cast(ChunkedCompressor):
             self._saturate(flat, halves)
         return payload
 
-    def _unpacker(self, body: Bytes, elements: int, of: Ident) -> Unpack:
+    def _unpacker(self, body: ByteArray, elements: int, of: Ident) -> Unpack:
         halves = body.view(np.uint16)
 
         def unpack(lo: int, into: Array) -> None:
@@ -106,18 +106,18 @@ class Dense(ChunkedCompressor):
     """One round: the tensor itself."""
 
     codec = Codec.NONE
-    kind = Kind.LINEAR
+    kind = PayloadKind.LINEAR
 
-    def size_bytes(self, shape: Shape) -> int:
+    def size_bytes(self, shape: TensorShape) -> int:
         return HEADER_BYTES + FLOAT_BYTES * prod(shape)
 
-    def _encode(self, flat: Array, shape: Shape, of: Ident) -> Bytes:
+    def _encode(self, flat: Array, shape: TensorShape, of: Ident) -> ByteArray:
         payload = self._payload(of.name, shape)
         if not kernels.copy(flat, payload[HEADER_BYTES:].view(np.float32)):
             raise not_finite(flat, of.name)
         return payload
 
-    def _unpacker(self, body: Bytes, elements: int, of: Ident) -> Unpack:
+    def _unpacker(self, body: ByteArray, elements: int, of: Ident) -> Unpack:
         values = body.view(np.float32)
 
         def unpack(lo: int, into: Array) -> None:
@@ -126,15 +126,15 @@ class Dense(ChunkedCompressor):
 
         return unpack
 
-    def rounds(self, tensor: Array, of: Ident, total: Array | None = None) -> Rounds:
+    def rounds(self, tensor: Array, of: Ident, total: Array | None = None) -> ReductionRounds:
         """Exchange the sum of the tensors; nothing is left unsent."""
         yield from exchange_dense(tensor, total, of)
 
-    def round_bytes(self, shape: Shape) -> tuple[int, ...]:
+    def round_bytes(self, shape: TensorShape) -> tuple[int, ...]:
         return (FLOAT_BYTES * prod(shape),)
 
 
-def exchange_dense(tensor: Array, total: Array | None, of: Ident) -> Rounds:
+def exchange_dense(tensor: Array, total: Array | None, of: Ident) -> ReductionRounds:
     """Sum the tensors, without a copy where the sum arrives in the factor's own memory.
 
     The sum is checked rather than the tensor: it is the same on all ranks, so all ranks come to the same

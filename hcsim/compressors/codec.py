@@ -25,7 +25,7 @@ from typing import ClassVar, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from hcsim.compressors.base import Array, Bytes, Ident, Kind, Shape, State
+from hcsim.compressors.base import Array, ByteArray, CompressorStateDict, Ident, PayloadKind, TensorShape
 from hcsim.compressors.encoding import (
     CHUNK,
     FLOAT_BYTES,
@@ -43,7 +43,7 @@ from hcsim.errors import UsageError
 from hcsim.runtime.host import Work
 
 
-class Factors(NamedTuple):
+class CodecCost(NamedTuple):
     """Bytes moved for each byte of the tensor."""
 
     encode: float
@@ -51,17 +51,17 @@ class Factors(NamedTuple):
 
 
 WORK = {
-    "none": Factors(2.0, 2.0),
-    "topk": Factors(8.2, 1.1),
-    "randomk": Factors(2.3, 2.2),
-    "fp16": Factors(7.1, 6.5),
-    "bf16": Factors(3.1, 2.2),
-    "int8": Factors(3.5, 2.5),
-    "int8:block": Factors(3.7, 2.6),
-    "int8:stochastic": Factors(21.2, 2.5),
-    "onebit": Factors(4.8, 1.2),
-    "powersgd": Factors(6.9, 3.5),
-    "zstd": Factors(57.3, 20.9),
+    "none": CodecCost(2.0, 2.0),
+    "topk": CodecCost(8.2, 1.1),
+    "randomk": CodecCost(2.3, 2.2),
+    "fp16": CodecCost(7.1, 6.5),
+    "bf16": CodecCost(3.1, 2.2),
+    "int8": CodecCost(3.5, 2.5),
+    "int8:block": CodecCost(3.7, 2.6),
+    "int8:stochastic": CodecCost(21.2, 2.5),
+    "onebit": CodecCost(4.8, 1.2),
+    "powersgd": CodecCost(6.9, 3.5),
+    "zstd": CodecCost(57.3, 20.9),
 }
 COMPENSATE = 3.0
 """The factor of adding a residual to a tensor: two arrays are read and one is written."""
@@ -77,7 +77,7 @@ class BaseCompressor(ABC):
     """A stateless compressor."""
 
     codec: ClassVar[Codec]
-    kind: ClassVar[Kind]
+    kind: ClassVar[PayloadKind]
     sized: ClassVar[bool] = True
     chunk: ClassVar[int] = CHUNK
     parameter: int = 0
@@ -85,7 +85,7 @@ class BaseCompressor(ABC):
 
     def __init__(self, spec: str) -> None:
         self._spec = spec
-        self._payloads: dict[str, Bytes] = {}
+        self._payloads: dict[str, ByteArray] = {}
         self._scratch: Array | None = None
 
     @property
@@ -93,32 +93,32 @@ class BaseCompressor(ABC):
         return self._spec
 
     @abstractmethod
-    def size_bytes(self, shape: Shape) -> int: ...
+    def size_bytes(self, shape: TensorShape) -> int: ...
 
-    def most_bytes(self, shape: Shape) -> int:
+    def most_bytes(self, shape: TensorShape) -> int:
         """Return `size_bytes`: all payloads have this size."""
         return self.size_bytes(shape)
 
     @abstractmethod
-    def _encode(self, flat: Array, shape: Shape, of: Ident) -> Bytes:
+    def _encode(self, flat: Array, shape: TensorShape, of: Ident) -> ByteArray:
         """Return the payload with its header; reject a NaN or an infinity."""
 
     @abstractmethod
-    def _mix_body(self, body: Bytes, flat: Array, shape: Shape, of: Ident, mix: Mix) -> None: ...
+    def _mix_body(self, body: ByteArray, flat: Array, shape: TensorShape, of: Ident, mix: Mix) -> None: ...
 
-    def encode(self, tensor: Array, of: Ident) -> Bytes:
+    def encode(self, tensor: Array, of: Ident) -> ByteArray:
         return self._encode(as_array(tensor, of.name), tensor.shape, of)
 
-    def decode(self, payload: Bytes, out: Array, of: Ident) -> None:
+    def decode(self, payload: ByteArray, out: Array, of: Ident) -> None:
         self._mix(payload, out, of, None)
 
-    def add(self, payload: Bytes, out: Array, of: Ident) -> None:
+    def add(self, payload: ByteArray, out: Array, of: Ident) -> None:
         self._mix(payload, out, of, np.add)
 
-    def subtract(self, payload: Bytes, out: Array, of: Ident) -> None:
+    def subtract(self, payload: ByteArray, out: Array, of: Ident) -> None:
         self._mix(payload, out, of, np.subtract)
 
-    def _mix(self, payload: Bytes, out: Array, of: Ident, mix: Mix) -> None:
+    def _mix(self, payload: ByteArray, out: Array, of: Ident, mix: Mix) -> None:
         flat = as_array(out, of.name)
         check_header(payload, self._header(flat.size), of.name)
         if self.sized:
@@ -129,7 +129,7 @@ class BaseCompressor(ABC):
     def _header(self, elements: int) -> bytes:
         return header(self.codec, self.parameter, elements)
 
-    def _payload(self, name: str, shape: Shape) -> Bytes:
+    def _payload(self, name: str, shape: TensorShape) -> ByteArray:
         """Return a payload to be filled, with its header.
 
         Its memory is reused, since fresh pages cost more than filling them."""
@@ -150,13 +150,13 @@ class BaseCompressor(ABC):
         """Return the compressor itself: most compressors send a part of the input unchanged."""
         return self
 
-    def encode_work(self, shape: Shape) -> Work:
+    def encode_work(self, shape: TensorShape) -> Work:
         return Work(moved_bytes=self._factors().encode * FLOAT_BYTES * prod(shape))
 
-    def decode_work(self, shape: Shape) -> Work:
+    def decode_work(self, shape: TensorShape) -> Work:
         return Work(moved_bytes=self._factors().decode * FLOAT_BYTES * prod(shape))
 
-    def _factors(self) -> Factors:
+    def _factors(self) -> CodecCost:
         return WORK[self.codec.name.lower()]
 
     def commit(self, step: int) -> None:  # noqa: B027 - there is nothing to do where nothing is remembered
@@ -165,7 +165,7 @@ class BaseCompressor(ABC):
     def abandon(self, step: int) -> None:  # noqa: B027
         """Do nothing: there is no state."""
 
-    def state(self) -> State:
+    def state(self) -> CompressorStateDict:
         return {}
 
     def restore(self, state: Mapping[str, npt.NDArray[np.generic]]) -> None:
@@ -178,10 +178,10 @@ class ChunkedCompressor(BaseCompressor):
     """Decodes a chunk at a time, so that the chunk is still in the cache when it is added to the tensor."""
 
     @abstractmethod
-    def _unpacker(self, body: Bytes, elements: int, of: Ident) -> Unpack:
+    def _unpacker(self, body: ByteArray, elements: int, of: Ident) -> Unpack:
         """Validate the body as far as possible, and return the function that decodes chunks."""
 
-    def _mix_body(self, body: Bytes, flat: Array, shape: Shape, of: Ident, mix: Mix) -> None:
+    def _mix_body(self, body: ByteArray, flat: Array, shape: TensorShape, of: Ident, mix: Mix) -> None:
         unpack = self._unpacker(body, flat.size, of)
         if mix is None:
             unpack(0, flat)
@@ -200,8 +200,8 @@ class FlatCompressor(BaseCompressor):
     after the colon of a spec, the run's seed and the rank."""
 
     name: ClassVar[str]
-    kind = Kind.QUANTISED
-    traffic: ClassVar[Factors] = Factors(8.0, 4.0)
+    kind = PayloadKind.QUANTISED
+    traffic: ClassVar[CodecCost] = CodecCost(8.0, 4.0)
     """The cost of encoding and decoding: bytes moved for each byte of the tensor (a plain copy moves 2)."""
 
     def __init__(self, argument: str = "", seed: int = 0, rank: int = 0) -> None:
@@ -212,17 +212,17 @@ class FlatCompressor(BaseCompressor):
         """Return the length of the body for this number of elements."""
 
     @abstractmethod
-    def pack(self, flat: Array, of: Ident) -> Bytes:
+    def pack(self, flat: Array, of: Ident) -> ByteArray:
         """Encode a flat array of finite floats; return the body as uint8."""
 
     @abstractmethod
-    def unpack(self, body: Bytes, elements: int) -> Array:
+    def unpack(self, body: ByteArray, elements: int) -> Array:
         """Decode this number of floats from a body of the right length, whose contents are not trusted."""
 
-    def size_bytes(self, shape: Shape) -> int:
+    def size_bytes(self, shape: TensorShape) -> int:
         return HEADER_BYTES + self.body_bytes(prod(shape))
 
-    def _encode(self, flat: Array, shape: Shape, of: Ident) -> Bytes:
+    def _encode(self, flat: Array, shape: TensorShape, of: Ident) -> ByteArray:
         check_input(flat, of.name)
         body = self.pack(flat, of)
         if body.dtype != np.uint8 or body.shape != (self.body_bytes(flat.size),):
@@ -233,7 +233,7 @@ class FlatCompressor(BaseCompressor):
         payload[HEADER_BYTES:] = body
         return payload
 
-    def _mix_body(self, body: Bytes, flat: Array, shape: Shape, of: Ident, mix: Mix) -> None:
+    def _mix_body(self, body: ByteArray, flat: Array, shape: TensorShape, of: Ident, mix: Mix) -> None:
         with np.errstate(all="ignore"):  # of a payload that makes no sense; what it decodes to is looked at
             values = np.asarray(self.unpack(body, flat.size), np.float32)
         if values.shape != flat.shape:
@@ -247,11 +247,11 @@ class FlatCompressor(BaseCompressor):
     def _header(self, elements: int) -> bytes:
         return header(plugin_codec(self.name), self.parameter, elements)
 
-    def _factors(self) -> Factors:
+    def _factors(self) -> CodecCost:
         return self.traffic
 
 
-class Memory:
+class CompressorMemory:
     """Arrays by the tensor's name; `prefix` is prepended to the names in a state."""
 
     def __init__(self, prefix: str) -> None:
@@ -261,14 +261,14 @@ class Memory:
         self._spare: dict[str, Array] = {}
         self._step: int | None = None
 
-    def kept(self, name: str, shape: Shape) -> Array | None:
+    def kept(self, name: str, shape: TensorShape) -> Array | None:
         """Return the committed array, if there is one."""
         array = self._kept.get(name)
         if array is not None and array.shape != shape:
             raise UsageError(f"{name}: what is remembered of it has the shape {array.shape}, not {shape}")
         return array
 
-    def propose(self, name: str, shape: Shape, step: int) -> Array:
+    def propose(self, name: str, shape: TensorShape, step: int) -> Array:
         """Return an array to fill, which takes effect once the step is committed."""
         if self._proposed and step != self._step:
             raise UsageError(f"{name}: step {step} began, but step {self._step} was neither committed nor abandoned")
@@ -300,7 +300,7 @@ class Memory:
             self._spare.update(self._proposed)
             self._proposed = {}
 
-    def state(self) -> State:
+    def state(self) -> CompressorStateDict:
         """Return copies of the committed arrays."""
         return {self.prefix + name: array.copy() for name, array in self._kept.items()}
 

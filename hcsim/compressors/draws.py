@@ -40,7 +40,7 @@ def uniform16(source: np.random.SFC64, count: int) -> npt.NDArray[np.uint16]:
     return source.random_raw(-(-count // 4)).astype("<u8", copy=False).view("<u2")[:count]
 
 
-class Marked:
+class BitmaskChoice:
     """A choice as a bit mask. Taking it reads the whole tensor, so all elements are checked along the way."""
 
     checks_all = True
@@ -60,7 +60,7 @@ class Marked:
         return places
 
 
-class Listed:
+class IndexChoice:
     """A sparse choice as a list: only the chosen elements are read."""
 
     checks_all = False
@@ -84,7 +84,7 @@ class Chooser:
         self._seen = np.empty(0, np.uint64)
         self._room = np.empty(0, np.uint32)
 
-    def choice(self, source: np.random.SFC64, population: int, count: int) -> Marked | Listed:
+    def choice(self, source: np.random.SFC64, population: int, count: int) -> BitmaskChoice | IndexChoice:
         """Choose distinct numbers below `population` uniformly; the choice is valid until the next.
 
         It draws as many numbers as are missing until all are distinct. If more than half are chosen, the
@@ -102,9 +102,9 @@ class Chooser:
         if 2 * count > population:
             np.invert(seen, out=seen)
             seen[-1] &= np.uint64((1 << (population - 1) % WORD_BITS + 1) - 1)
-        return Marked(seen, count)
+        return BitmaskChoice(seen, count)
 
-    def _listed(self, source: np.random.SFC64, population: int, count: int) -> Listed:
+    def _listed(self, source: np.random.SFC64, population: int, count: int) -> IndexChoice:
         # A list for each block, with room for a quarter more than are expected, and for a few.
         blocks = (population - 1 >> FEW_BITS) + 1
         needed = blocks * (5 * -(-count // blocks) // 4 + 64)
@@ -113,7 +113,7 @@ class Chooser:
         room = self._room[:needed]
         if not kernels.choose_few(_state(source), count, population, room):
             plain.choose_few(_state(source), count, population, room)
-        return Listed(room[:count])
+        return IndexChoice(room[:count])
 
 
 def _state(source: np.random.SFC64) -> Words:

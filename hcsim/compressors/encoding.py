@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hcsim.compressors import kernels
-from hcsim.compressors.base import Array, Bytes
+from hcsim.compressors.base import Array, ByteArray
 from hcsim.errors import CompressionError, NotFinite, UsageError
 
 MAGIC = b"hz"
@@ -69,19 +69,19 @@ def header(codec: int, parameter: int, elements: int) -> bytes:
 NOT_FINITE = _HEADER.pack(MAGIC, VERSION, 0, FLOAT32, 0, 0, 0)
 
 
-def without_values(size_bytes: int) -> Bytes:
+def without_values(size_bytes: int) -> ByteArray:
     """Return a payload for a tensor that is not finite."""
     payload = np.zeros(size_bytes, np.uint8)
     payload[:HEADER_BYTES] = np.frombuffer(NOT_FINITE, np.uint8)
     return payload
 
 
-def has_values(payload: Bytes) -> bool:
+def has_values(payload: ByteArray) -> bool:
     """Return whether the payload is not one of `without_values`."""
     return payload[:HEADER_BYTES].tobytes() != NOT_FINITE
 
 
-def check_header(payload: Bytes, expected: bytes, name: str) -> None:
+def check_header(payload: ByteArray, expected: bytes, name: str) -> None:
     if not isinstance(payload, np.ndarray) or payload.dtype != np.uint8 or payload.ndim != 1 or payload.strides != (1,):
         raise UsageError(f"{name}: a payload is a contiguous one-dimensional array of uint8")
     if payload.size < HEADER_BYTES:
@@ -94,7 +94,7 @@ def check_header(payload: Bytes, expected: bytes, name: str) -> None:
             raise CompressionError(f"the payload's {field} is {theirs!r}, but {ours!r} was expected", name)
 
 
-def check_size(payload: Bytes, expected_bytes: int, name: str) -> None:
+def check_size(payload: ByteArray, expected_bytes: int, name: str) -> None:
     """Reject a payload that is too short or too long."""
     if payload.size != expected_bytes:
         raise CompressionError(f"the payload has {payload.size} bytes, but {expected_bytes} were expected", name)

@@ -17,8 +17,18 @@ from typing import cast
 import numpy as np
 import numpy.typing as npt
 
-from hcsim.compressors.base import Array, Bytes, Compressor, Ident, Kind, Linear, Rounds, Shape, State
-from hcsim.compressors.codec import COMPENSATE, Memory
+from hcsim.compressors.base import (
+    Array,
+    ByteArray,
+    Compressor,
+    CompressorStateDict,
+    Ident,
+    LinearCompressor,
+    PayloadKind,
+    ReductionRounds,
+    TensorShape,
+)
+from hcsim.compressors.codec import COMPENSATE, CompressorMemory
 from hcsim.compressors.encoding import FLOAT_BYTES, as_array
 from hcsim.errors import UsageError
 from hcsim.runtime.host import Work
@@ -28,12 +38,12 @@ OWED = "own/residual/"
 """The prefix of residuals in a state."""
 
 
-class Feedback:
+class ErrorFeedback:
     """A compressor that sends later what the wrapped one leaves out."""
 
     def __init__(self, inner: Compressor) -> None:
         self._inner = inner.for_feedback()
-        self._memory = Memory(OWED)
+        self._memory = CompressorMemory(OWED)
 
     @property
     def inner(self) -> Compressor:
@@ -44,21 +54,21 @@ class Feedback:
         return self._inner.spec + SUFFIX
 
     @property
-    def kind(self) -> Kind:
+    def kind(self) -> PayloadKind:
         return self._inner.kind
 
     @property
     def sized(self) -> bool:
         return self._inner.sized
 
-    def size_bytes(self, shape: Shape) -> int:
+    def size_bytes(self, shape: TensorShape) -> int:
         return self._inner.size_bytes(shape)
 
-    def most_bytes(self, shape: Shape) -> int:
+    def most_bytes(self, shape: TensorShape) -> int:
         return self._inner.most_bytes(shape)
 
-    def round_bytes(self, shape: Shape) -> tuple[int, ...]:
-        return cast(Linear, self._inner).round_bytes(shape)
+    def round_bytes(self, shape: TensorShape) -> tuple[int, ...]:
+        return cast(LinearCompressor, self._inner).round_bytes(shape)
 
     def compensated(self, tensor: Array, of: Ident) -> Array:
         """Return the tensor plus its residual. The array is valid until `keep` or the next call."""
@@ -80,33 +90,33 @@ class Feedback:
         if residual is not array:
             np.copyto(array, residual)
 
-    def encode(self, tensor: Array, of: Ident) -> Bytes:
+    def encode(self, tensor: Array, of: Ident) -> ByteArray:
         array = self.compensated(tensor, of)
         payload = self._inner.encode(array, of)
         self._inner.subtract(payload, array, of)
         return payload
 
-    def rounds(self, tensor: Array, of: Ident, total: Array | None = None) -> Rounds:
+    def rounds(self, tensor: Array, of: Ident, total: Array | None = None) -> ReductionRounds:
         """Exchange the compensated tensor. All that is left unsent is kept here."""
         into = tensor if total is None else total
-        yield from cast(Linear, self._inner).rounds(self.compensated(tensor, of), of, into)
+        yield from cast(LinearCompressor, self._inner).rounds(self.compensated(tensor, of), of, into)
         if total is not None:
             tensor.fill(0)
 
-    def decode(self, payload: Bytes, out: Array, of: Ident) -> None:
+    def decode(self, payload: ByteArray, out: Array, of: Ident) -> None:
         self._inner.decode(payload, out, of)
 
-    def add(self, payload: Bytes, out: Array, of: Ident) -> None:
+    def add(self, payload: ByteArray, out: Array, of: Ident) -> None:
         self._inner.add(payload, out, of)
 
-    def subtract(self, payload: Bytes, out: Array, of: Ident) -> None:
+    def subtract(self, payload: ByteArray, out: Array, of: Ident) -> None:
         self._inner.subtract(payload, out, of)
 
     def for_feedback(self) -> Compressor:
         """Raise: error feedback cannot be applied twice."""
         raise UsageError(f"{self.spec} has error feedback already")
 
-    def encode_work(self, shape: Shape) -> Work:
+    def encode_work(self, shape: TensorShape) -> Work:
         """Return the cost of compensating, encoding, and subtracting what was sent."""
         size_bytes = FLOAT_BYTES * int(np.prod(shape))
         parts = self._inner.encode_work(shape), self._inner.decode_work(shape)
@@ -115,7 +125,7 @@ class Feedback:
             COMPENSATE * size_bytes + sum(part.moved_bytes for part in parts),
         )
 
-    def decode_work(self, shape: Shape) -> Work:
+    def decode_work(self, shape: TensorShape) -> Work:
         return self._inner.decode_work(shape)
 
     def commit(self, step: int) -> None:
@@ -126,7 +136,7 @@ class Feedback:
         self._memory.abandon(step)
         self._inner.abandon(step)
 
-    def state(self) -> State:
+    def state(self) -> CompressorStateDict:
         return self._memory.state() | self._inner.state()
 
     def restore(self, state: Mapping[str, npt.NDArray[np.generic]]) -> None:

@@ -17,8 +17,8 @@ from math import prod
 import numpy as np
 
 from hcsim.compressors import kernels
-from hcsim.compressors.base import Array, Bytes, Ident, Kind, Shape
-from hcsim.compressors.codec import WORK, ChunkedCompressor, Factors, Unpack
+from hcsim.compressors.base import Array, ByteArray, Ident, PayloadKind, TensorShape
+from hcsim.compressors.codec import WORK, ChunkedCompressor, CodecCost, Unpack
 from hcsim.compressors.draws import bits, uniform16
 from hcsim.compressors.encoding import CHUNK, FLOAT_BYTES, HEADER_BYTES, Codec, not_finite
 from hcsim.compressors.kernels.plain import Multiples
@@ -35,7 +35,7 @@ class Int8(ChunkedCompressor):
     tensor."""
 
     codec = Codec.INT8
-    kind = Kind.QUANTISED
+    kind = PayloadKind.QUANTISED
 
     def __init__(self, block: int, *, stochastic: bool, seed: int, rank: int) -> None:
         settings = [f"block={block}"] * bool(block) + ["stochastic"] * stochastic
@@ -45,13 +45,13 @@ class Int8(ChunkedCompressor):
         self._seed = seed
         self._rank = rank
 
-    def size_bytes(self, shape: Shape) -> int:
+    def size_bytes(self, shape: TensorShape) -> int:
         return HEADER_BYTES + FLOAT_BYTES * self._blocks(prod(shape)) + prod(shape)
 
     def _blocks(self, elements: int) -> int:
         return -(-elements // self.parameter) if self.parameter else min(1, elements)
 
-    def _encode(self, flat: Array, shape: Shape, of: Ident) -> Bytes:
+    def _encode(self, flat: Array, shape: TensorShape, of: Ident) -> ByteArray:
         payload = self._payload(of.name, shape)
         scales, multiples = self._parts(payload[HEADER_BYTES:], flat.size)
         block = self._block(flat.size)
@@ -80,7 +80,7 @@ class Int8(ChunkedCompressor):
                 self._block(piece.size),
             )
 
-    def _unpacker(self, body: Bytes, elements: int, of: Ident) -> Unpack:
+    def _unpacker(self, body: ByteArray, elements: int, of: Ident) -> Unpack:
         scales, multiples = self._parts(body, elements)
         # Written so that a NaN fails too.
         if not ((scales >= 0) & (scales <= _LIMITS.max / LARGEST)).all():
@@ -104,11 +104,11 @@ class Int8(ChunkedCompressor):
             return slice(0, 1)
         return slice(lo // self.parameter, -(-(lo + elements) // self.parameter))
 
-    def _parts(self, body: Bytes, elements: int) -> tuple[Array, Multiples]:
+    def _parts(self, body: ByteArray, elements: int) -> tuple[Array, Multiples]:
         middle = FLOAT_BYTES * self._blocks(elements)
         return body[:middle].view(np.float32), body[middle:].view(np.int8)
 
-    def _factors(self) -> Factors:
+    def _factors(self) -> CodecCost:
         if self._stochastic:
             return WORK["int8:stochastic"]
         return WORK["int8:block" if self.parameter else "int8"]

@@ -21,7 +21,7 @@ import numpy as np
 import zstandard
 
 from hcsim.compressors import kernels
-from hcsim.compressors.base import Array, Bytes, Ident, Kind, Shape
+from hcsim.compressors.base import Array, ByteArray, Ident, PayloadKind, TensorShape
 from hcsim.compressors.codec import ChunkedCompressor, Unpack
 from hcsim.compressors.encoding import (
     FLOAT_BYTES,
@@ -41,7 +41,7 @@ class Lossless(ChunkedCompressor):
     no data."""
 
     codec = Codec.ZSTD
-    kind = Kind.QUANTISED
+    kind = PayloadKind.QUANTISED
     sized = False
     chunk = 1 << 20
 
@@ -51,16 +51,16 @@ class Lossless(ChunkedCompressor):
         self._ratio = ratio
         self._planes = np.empty(FLOAT_BYTES * self.chunk, np.uint8)
 
-    def size_bytes(self, shape: Shape) -> int:
+    def size_bytes(self, shape: TensorShape) -> int:
         """Return an estimate."""
         return HEADER_BYTES + math.ceil(FLOAT_BYTES * prod(shape) / self._ratio)
 
-    def most_bytes(self, shape: Shape) -> int:
+    def most_bytes(self, shape: TensorShape) -> int:
         """Return zstd's size of incompressible data, which is a little larger than the input."""
         size_bytes, frames = FLOAT_BYTES * prod(shape), -(-prod(shape) // self.chunk)
         return HEADER_BYTES + size_bytes + size_bytes // 128 + (_LENGTH_BYTES + 512) * frames
 
-    def _encode(self, flat: Array, shape: Shape, of: Ident) -> Bytes:
+    def _encode(self, flat: Array, shape: TensorShape, of: Ident) -> ByteArray:
         coder = zstandard.ZstdCompressor(level=self._level)
         starts = range(0, flat.size, self.chunk)
         end = HEADER_BYTES + _LENGTH_BYTES * len(starts)
@@ -74,7 +74,7 @@ class Lossless(ChunkedCompressor):
             end += len(frame)
         return payload[:end]
 
-    def _room(self, name: str, size_bytes: int) -> Bytes:
+    def _room(self, name: str, size_bytes: int) -> ByteArray:
         """Return the reused buffer; its pages beyond a payload's end are never touched."""
         if name not in self._payloads or self._payloads[name].size < size_bytes:
             self._payloads[name] = np.empty(size_bytes, np.uint8)
@@ -87,7 +87,7 @@ class Lossless(ChunkedCompressor):
             raise not_finite(flat, of.name)
         return planes.data
 
-    def _unpacker(self, body: Bytes, elements: int, of: Ident) -> Unpack:
+    def _unpacker(self, body: ByteArray, elements: int, of: Ident) -> Unpack:
         frames = _frames(body, -(-elements // self.chunk), of)
         decoder = zstandard.ZstdDecompressor()
 
@@ -101,7 +101,7 @@ class Lossless(ChunkedCompressor):
         return unpack
 
 
-def _frames(body: Bytes, count: int, of: Ident) -> list[memoryview]:
+def _frames(body: ByteArray, count: int, of: Ident) -> list[memoryview]:
     start = _LENGTH_BYTES * count
     if body.size < start:
         raise CompressionError("the payload ends within its lengths", of.name)
@@ -112,7 +112,7 @@ def _frames(body: Bytes, count: int, of: Ident) -> list[memoryview]:
     return [body[lo:hi].data for lo, hi in pairwise((start, *ends))]
 
 
-def _decompressed(decoder: zstandard.ZstdDecompressor, frame: memoryview, size_bytes: int, of: Ident) -> Bytes:
+def _decompressed(decoder: zstandard.ZstdDecompressor, frame: memoryview, size_bytes: int, of: Ident) -> ByteArray:
     try:
         claimed = zstandard.frame_content_size(frame)
         if claimed != size_bytes:

@@ -15,7 +15,7 @@ from math import prod
 import numpy as np
 
 from hcsim.compressors import kernels
-from hcsim.compressors.base import Array, Bytes, Ident, Kind, Shape
+from hcsim.compressors.base import Array, ByteArray, Ident, PayloadKind, TensorShape
 from hcsim.compressors.codec import ChunkedCompressor, Unpack
 from hcsim.compressors.encoding import CHUNK, FLOAT_BYTES, HEADER_BYTES, Codec, check_input
 from hcsim.errors import CompressionError
@@ -28,15 +28,15 @@ class OneBit(ChunkedCompressor):
     """One bit per element: a thirty-second of the bytes."""
 
     codec = Codec.ONEBIT
-    kind = Kind.QUANTISED
+    kind = PayloadKind.QUANTISED
 
     def __init__(self) -> None:
         super().__init__("onebit")
 
-    def size_bytes(self, shape: Shape) -> int:
+    def size_bytes(self, shape: TensorShape) -> int:
         return HEADER_BYTES + FLOAT_BYTES + -(-prod(shape) // 8)
 
-    def _encode(self, flat: Array, shape: Shape, of: Ident) -> Bytes:
+    def _encode(self, flat: Array, shape: TensorShape, of: Ident) -> ByteArray:
         payload = self._payload(of.name, shape)
         magnitude, packed = _parts(payload[HEADER_BYTES:])
         total = 0.0
@@ -52,7 +52,7 @@ class OneBit(ChunkedCompressor):
         check_input(flat, of.name)
         return float(np.abs(piece).sum(dtype=np.float64))
 
-    def _unpacker(self, body: Bytes, elements: int, of: Ident) -> Unpack:
+    def _unpacker(self, body: ByteArray, elements: int, of: Ident) -> Unpack:
         (magnitude,), packed = _parts(body)
         if not 0 <= magnitude < np.inf:
             raise CompressionError(f"the payload's magnitude is {magnitude}", of.name)
@@ -66,7 +66,7 @@ class OneBit(ChunkedCompressor):
         return unpack
 
 
-def _parts(body: Bytes) -> tuple[Array, Bytes]:
+def _parts(body: ByteArray) -> tuple[Array, ByteArray]:
     return body[:FLOAT_BYTES].view(np.float32), body[FLOAT_BYTES:]
 
 

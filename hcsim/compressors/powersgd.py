@@ -34,9 +34,17 @@ import numpy as np
 import numpy.typing as npt
 
 from hcsim.compressors import kernels
-from hcsim.compressors.base import Array, Bytes, Ident, Kind, Rounds, Shape, State
+from hcsim.compressors.base import (
+    Array,
+    ByteArray,
+    CompressorStateDict,
+    Ident,
+    PayloadKind,
+    ReductionRounds,
+    TensorShape,
+)
 from hcsim.compressors.cast import exchange_dense
-from hcsim.compressors.codec import BaseCompressor, Memory, Mix
+from hcsim.compressors.codec import BaseCompressor, CompressorMemory, Mix
 from hcsim.compressors.draws import bits, uniform
 from hcsim.compressors.encoding import (
     FLOAT_BYTES,
@@ -68,7 +76,7 @@ class PowerSGD(BaseCompressor):
     """A lower rank gives fewer bytes, and leaves more unsent."""
 
     codec = Codec.POWERSGD
-    kind = Kind.LINEAR
+    kind = PayloadKind.LINEAR
 
     def __init__(self, rank: int, seed: int, loops: ModuleType = kernels) -> None:
         """`loops` replaces this machine's loops for comparison: the total does not depend on them."""
@@ -76,9 +84,9 @@ class PowerSGD(BaseCompressor):
         self.parameter = rank
         self._seed = seed
         self._loops = loops
-        self._memory = Memory("shared/q/")
+        self._memory = CompressorMemory("shared/q/")
 
-    def factors(self, shape: Shape) -> tuple[int, int, int] | None:
+    def factors(self, shape: TensorShape) -> tuple[int, int, int] | None:
         """Return the rows, columns and rank of the factors for this shape; None where the tensor is sent as it is."""
         if len(shape) < 2 or 0 in shape:
             return None
@@ -86,17 +94,17 @@ class PowerSGD(BaseCompressor):
         rank = min(self.parameter, rows, columns)
         return (rows, columns, rank) if (rows + columns) * rank < rows * columns else None
 
-    def size_bytes(self, shape: Shape) -> int:
+    def size_bytes(self, shape: TensorShape) -> int:
         return HEADER_BYTES + sum(self.round_bytes(shape))
 
-    def round_bytes(self, shape: Shape) -> tuple[int, ...]:
+    def round_bytes(self, shape: TensorShape) -> tuple[int, ...]:
         """Return one round per factor, or one round for the whole tensor."""
         if (factors := self.factors(shape)) is None:
             return (FLOAT_BYTES * prod(shape),)
         rows, columns, rank = factors
         return FLOAT_BYTES * rows * rank, FLOAT_BYTES * columns * rank
 
-    def rounds(self, tensor: Array, of: Ident, total: Array | None = None) -> Rounds:
+    def rounds(self, tensor: Array, of: Ident, total: Array | None = None) -> ReductionRounds:
         if (factors := self.factors(tensor.shape)) is None:
             yield from exchange_dense(tensor, total, of)
             return
@@ -114,7 +122,7 @@ class PowerSGD(BaseCompressor):
         self._remember(q, of)
         self._mix_product(matrix if total is None else total.reshape(rows, columns), p, q, None, of)
 
-    def _encode(self, flat: Array, shape: Shape, of: Ident) -> Bytes:
+    def _encode(self, flat: Array, shape: TensorShape, of: Ident) -> ByteArray:
         """Encode P̂ and Q' of this tensor alone, for a receiver that sums decoded tensors."""
         payload = self._payload(of.name, shape)
         values = payload[HEADER_BYTES:].view(np.float32)
@@ -132,7 +140,7 @@ class PowerSGD(BaseCompressor):
         self._remember(q, of)
         return payload
 
-    def _mix_body(self, body: Bytes, flat: Array, shape: Shape, of: Ident, mix: Mix) -> None:
+    def _mix_body(self, body: ByteArray, flat: Array, shape: TensorShape, of: Ident, mix: Mix) -> None:
         values = body.view(np.float32)
         check_decoded(values, of.name)
         if (factors := self.factors(shape)) is None:
@@ -156,7 +164,7 @@ class PowerSGD(BaseCompressor):
         kept = self._memory.kept(of.name, (rank, columns))
         return self._drawn((rank, columns), of.name, "first") if kept is None else kept
 
-    def _drawn(self, shape: Shape, name: str, when: str | int) -> Array:
+    def _drawn(self, shape: TensorShape, name: str, when: str | int) -> Array:
         draws = uniform(bits(self._seed, "powersgd", name, when), prod(shape))
         return (2 * draws - 1).astype(np.float32).reshape(shape)
 
@@ -175,7 +183,7 @@ class PowerSGD(BaseCompressor):
     def abandon(self, step: int) -> None:
         self._memory.abandon(step)
 
-    def state(self) -> State:
+    def state(self) -> CompressorStateDict:
         return self._memory.state()
 
     def restore(self, state: Mapping[str, npt.NDArray[np.generic]]) -> None:

@@ -18,9 +18,9 @@ from math import isfinite, prod
 
 import numpy as np
 
-from hcsim.compressors.base import Array, Bytes, Ident, Kind, Rounds, Shape
+from hcsim.compressors.base import Array, ByteArray, Ident, PayloadKind, ReductionRounds, TensorShape
 from hcsim.compressors.codec import BaseCompressor, Mix
-from hcsim.compressors.draws import Chooser, Listed, Marked, bits
+from hcsim.compressors.draws import BitmaskChoice, Chooser, IndexChoice, bits
 from hcsim.compressors.encoding import FLOAT_BYTES, HEADER_BYTES, Codec, check_decoded, check_input
 from hcsim.compressors.topk import count_of, scatter
 from hcsim.errors import NotFinite
@@ -30,7 +30,7 @@ class RandomK(BaseCompressor):
     """A lower ratio gives fewer bytes and more noise."""
 
     codec = Codec.RANDOMK
-    kind = Kind.LINEAR
+    kind = PayloadKind.LINEAR
 
     def __init__(self, ratio: Fraction, seed: int, *, scaled: bool = True) -> None:
         super().__init__(f"randomk:{float(ratio):g}")
@@ -43,19 +43,19 @@ class RandomK(BaseCompressor):
     def for_feedback(self) -> RandomK:
         return RandomK(self._ratio, self._seed, scaled=False)
 
-    def size_bytes(self, shape: Shape) -> int:
+    def size_bytes(self, shape: TensorShape) -> int:
         """Return the size of the values; indices are not sent."""
         return HEADER_BYTES + sum(self.round_bytes(shape))
 
-    def round_bytes(self, shape: Shape) -> tuple[int, ...]:
+    def round_bytes(self, shape: TensorShape) -> tuple[int, ...]:
         return (FLOAT_BYTES * count_of(self._ratio, prod(shape)),)
 
-    def _choice(self, elements: int, of: Ident) -> Marked | Listed:
+    def _choice(self, elements: int, of: Ident) -> BitmaskChoice | IndexChoice:
         """Return the elements that are sent in this step; valid until the next call."""
         source = bits(self._seed, "randomk", of.name, of.step)
         return self._chooser.choice(source, elements, count_of(self._ratio, elements))
 
-    def rounds(self, tensor: Array, of: Ident, total: Array | None = None) -> Rounds:
+    def rounds(self, tensor: Array, of: Ident, total: Array | None = None) -> ReductionRounds:
         flat = tensor.reshape(-1)
         chosen = self._choice(flat.size, of)
         factor = np.empty(count_of(self._ratio, flat.size), np.float32)
@@ -67,7 +67,9 @@ class RandomK(BaseCompressor):
         check_input(summed, of.name)
         scatter(flat if total is None else total.reshape(-1), indices, summed, None)
 
-    def _take(self, flat: Array, chosen: Marked | Listed, values: Array, of: Ident, *, rest_matters: bool) -> None:
+    def _take(
+        self, flat: Array, chosen: BitmaskChoice | IndexChoice, values: Array, of: Ident, *, rest_matters: bool
+    ) -> None:
         factor = flat.size / values.size if self._scaled and values.size else 1
         largest = chosen.take(flat, factor, values)
         if not isfinite(largest) or (rest_matters and not chosen.checks_all):
@@ -75,14 +77,14 @@ class RandomK(BaseCompressor):
         if not isfinite(largest):
             raise NotFinite("scaled by n / k, an element is too large for float32", of.name)
 
-    def _encode(self, flat: Array, shape: Shape, of: Ident) -> Bytes:
+    def _encode(self, flat: Array, shape: TensorShape, of: Ident) -> ByteArray:
         payload = self._payload(of.name, shape)
         values = payload[HEADER_BYTES:].view(np.float32)
         feeds_back = not self._scaled
         self._take(flat, self._choice(flat.size, of), values, of, rest_matters=feeds_back)
         return payload
 
-    def _mix_body(self, body: Bytes, flat: Array, shape: Shape, of: Ident, mix: Mix) -> None:
+    def _mix_body(self, body: ByteArray, flat: Array, shape: TensorShape, of: Ident, mix: Mix) -> None:
         values = body.view(np.float32)
         check_decoded(values, of.name)
         scatter(flat, self._choice(flat.size, of).numbers(), values, mix)

@@ -9,7 +9,7 @@ from typing import NamedTuple, TypeAlias
 
 from hcsim.compressors.base import Compressor
 from hcsim.compressors.cast import Bf16, Dense, Fp16
-from hcsim.compressors.feedback import SUFFIX, Feedback
+from hcsim.compressors.feedback import SUFFIX, ErrorFeedback
 from hcsim.compressors.int8 import Int8
 from hcsim.compressors.lossless import Lossless
 from hcsim.compressors.onebit import OneBit
@@ -21,7 +21,7 @@ from hcsim.registry import Registry
 from hcsim.units import did_you_mean
 
 
-class Spec(NamedTuple):
+class CompressorForm(NamedTuple):
     """The entry of a compressor in help texts."""
 
     form: str
@@ -30,14 +30,14 @@ class Spec(NamedTuple):
     """What it sends, and the effect of its parameter."""
 
 
-Make: TypeAlias = Callable[[str, int, int], Compressor]
+CompressorFactory: TypeAlias = Callable[[str, int, int], Compressor]
 """Creates a compressor from its argument ("" if there is none), the seed and the rank; a `ValueError`
 describes valid arguments."""
 
 
 class _Entry(NamedTuple):
-    spec: Spec
-    make: Make
+    spec: CompressorForm
+    make: CompressorFactory
 
 
 def make(spec: str, *, seed: int, rank: int) -> Compressor:
@@ -57,17 +57,17 @@ def make(spec: str, *, seed: int, rank: int) -> Compressor:
         compressor = entry.make(argument, seed, rank)
     except ValueError as problem:
         raise ConfigError(f"{spec!r}: {problem}; {name} is written {entry.spec.form}") from problem
-    return Feedback(compressor) if plain != spec else compressor
+    return ErrorFeedback(compressor) if plain != spec else compressor
 
 
-def register(form: str, description: str, make: Make) -> None:
+def register(form: str, description: str, make: CompressorFactory) -> None:
     """Register a plugin's compressor. `form` is its syntax: "int4" or "int4[:BLOCK]"."""
-    _ENTRIES.add(_name(form), _Entry(Spec(form, description), make))
+    _ENTRIES.add(_name(form), _Entry(CompressorForm(form, description), make))
 
 
-def specs() -> tuple[Spec, ...]:
+def specs() -> tuple[CompressorForm, ...]:
     """Return all known compressors, for help texts and error messages."""
-    feedback = Spec(f"…{SUFFIX}", "any of these with error feedback: what is not sent now is sent later")
+    feedback = CompressorForm(f"…{SUFFIX}", "any of these with error feedback: what is not sent now is sent later")
     return (*(entry.spec for entry in _ENTRIES.values()), feedback)
 
 
@@ -87,7 +87,7 @@ def _whole(argument: str, least: int, most: int, what: str) -> int:
     raise ValueError(f"expected {what} from {least} to {most}")
 
 
-def _plain(compressor: Callable[[], Compressor]) -> Make:
+def _plain(compressor: Callable[[], Compressor]) -> CompressorFactory:
     return lambda _argument, _seed, _rank: compressor()
 
 
@@ -115,29 +115,32 @@ def _powersgd(argument: str, seed: int, _rank: int) -> Compressor:
 
 
 _OWN = (
-    _Entry(Spec("none", "every element as it is"), _plain(lambda: Dense("none"))),
+    _Entry(CompressorForm("none", "every element as it is"), _plain(lambda: Dense("none"))),
     _Entry(
-        Spec("topk:RATIO", "the largest elements and their places; a lower ratio sends less"),
+        CompressorForm("topk:RATIO", "the largest elements and their places; a lower ratio sends less"),
         lambda argument, _seed, _rank: TopK(_ratio(argument)),
     ),
     _Entry(
-        Spec("randomk:RATIO", "elements chosen at random, alike on all ranks; a lower ratio sends less"),
+        CompressorForm("randomk:RATIO", "elements chosen at random, alike on all ranks; a lower ratio sends less"),
         lambda argument, seed, _rank: RandomK(_ratio(argument), seed),
     ),
-    _Entry(Spec("fp16", "two bytes an element: 11 significant bits, up to 65504"), _plain(lambda: Fp16("fp16"))),
     _Entry(
-        Spec("bf16", "two bytes an element: 8 significant bits, the range of float32"), _plain(lambda: Bf16("bf16"))
+        CompressorForm("fp16", "two bytes an element: 11 significant bits, up to 65504"), _plain(lambda: Fp16("fp16"))
     ),
     _Entry(
-        Spec(
+        CompressorForm("bf16", "two bytes an element: 8 significant bits, the range of float32"),
+        _plain(lambda: Bf16("bf16")),
+    ),
+    _Entry(
+        CompressorForm(
             "int8[:block=N][,stochastic]",
             "one byte an element; smaller blocks err less and send more, stochastic rounds right on average",
         ),
         _int8,
     ),
-    _Entry(Spec("onebit", "the signs and the mean magnitude"), _plain(OneBit)),
-    _Entry(Spec("powersgd:RANK", "two thin factors of each matrix; a lower rank sends less"), _powersgd),
-    _Entry(Spec("zstd[:LEVEL]", "every bit, packed; a higher level sends a little less, much slower"), _zstd),
+    _Entry(CompressorForm("onebit", "the signs and the mean magnitude"), _plain(OneBit)),
+    _Entry(CompressorForm("powersgd:RANK", "two thin factors of each matrix; a lower rank sends less"), _powersgd),
+    _Entry(CompressorForm("zstd[:LEVEL]", "every bit, packed; a higher level sends a little less, much slower"), _zstd),
 )
 
 _ENTRIES = Registry("compressor", {_name(entry.spec.form): entry for entry in _OWN})

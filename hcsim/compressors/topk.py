@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hcsim.compressors import kernels
-from hcsim.compressors.base import Array, Bytes, Ident, Kind, Shape
+from hcsim.compressors.base import Array, ByteArray, Ident, PayloadKind, TensorShape
 from hcsim.compressors.codec import BaseCompressor, Mix
 from hcsim.compressors.encoding import (
     FLOAT_BYTES,
@@ -43,17 +43,17 @@ class TopK(BaseCompressor):
     """A lower ratio gives fewer bytes, and leaves more unsent."""
 
     codec = Codec.TOPK
-    kind = Kind.SPARSE
+    kind = PayloadKind.SPARSE
 
     def __init__(self, ratio: Fraction) -> None:
         super().__init__(f"topk:{float(ratio):g}")
         self._ratio = ratio
         self._found = np.empty((2, 0), np.uint32)
 
-    def size_bytes(self, shape: Shape) -> int:
+    def size_bytes(self, shape: TensorShape) -> int:
         return HEADER_BYTES + (INDEX_BYTES + FLOAT_BYTES) * count_of(self._ratio, prod(shape))
 
-    def _encode(self, flat: Array, shape: Shape, of: Ident) -> Bytes:
+    def _encode(self, flat: Array, shape: TensorShape, of: Ident) -> ByteArray:
         if flat.size >= 1 << 32:
             raise UsageError(f"{of.name}: {flat.size} elements are too many for indices of 32 bits")
         count = count_of(self._ratio, flat.size)
@@ -62,7 +62,7 @@ class TopK(BaseCompressor):
         indices[:], values.view(np.uint32)[:] = self._largest(flat, count, of)
         return payload
 
-    def _mix_body(self, body: Bytes, flat: Array, shape: Shape, of: Ident, mix: Mix) -> None:
+    def _mix_body(self, body: ByteArray, flat: Array, shape: TensorShape, of: Ident, mix: Mix) -> None:
         count = count_of(self._ratio, flat.size)
         indices, values = _parts(body, count)
         if not (indices[1:] > indices[:-1]).all():
@@ -104,7 +104,7 @@ class TopK(BaseCompressor):
         return self._found[0], self._found[1]
 
 
-def _parts(body: Bytes, count: int) -> tuple[Bits, Array]:
+def _parts(body: ByteArray, count: int) -> tuple[Bits, Array]:
     middle = INDEX_BYTES * count
     return body[:middle].view(np.uint32), body[middle:].view(np.float32)
 

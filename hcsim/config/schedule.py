@@ -70,7 +70,7 @@ HEALED_BY = 0.6
 DECIMALS = 3
 """Times are whole milliseconds, for readability."""
 
-Kind: TypeAlias = Callable[["Draw"], tuple[AnyFault, ...]]
+FaultGenerator: TypeAlias = Callable[["Draw"], tuple[AnyFault, ...]]
 """A function that draws one fault, or a few that belong together, or none where the scenario offers no target."""
 
 
@@ -295,7 +295,7 @@ def _share(draw: Draw, least: float) -> PositiveShare:
     return PositiveShare(round(draw.rng.uniform(least, 0.99), 2))
 
 
-def _lasting(make: Callable[[Draw, Seconds, PositiveSeconds], AnyFault]) -> Kind:
+def _lasting(make: Callable[[Draw, Seconds, PositiveSeconds], AnyFault]) -> FaultGenerator:
     """Return a kind whose faults only need a random time and duration."""
 
     def kind(draw: Draw) -> tuple[AnyFault, ...]:
@@ -304,7 +304,7 @@ def _lasting(make: Callable[[Draw, Seconds, PositiveSeconds], AnyFault]) -> Kind
     return kind
 
 
-_KINDS: Mapping[str, Kind] = {
+_KINDS: Mapping[str, FaultGenerator] = {
     "crash": _crashes,
     "restart": _restarts,
     "pause": _lasting(lambda draw, at, lasts: Pause(at, draw.node(), lasts)),
@@ -337,7 +337,7 @@ _KINDS: Mapping[str, Kind] = {
 DEFAULT_KINDS = tuple(_KINDS)
 """The kinds that are drawn when none are named."""
 
-_NAMED_KINDS: Mapping[str, Kind] = {
+_NAMED_KINDS: Mapping[str, FaultGenerator] = {
     "stuck_device": _lasting(lambda draw, at, lasts: StuckDevice(at, draw.node(), lasts)),
     "blocked_port": _lasting(
         lambda draw, at, lasts: BlockedPort(

@@ -14,7 +14,7 @@ from hcsim.config import Cluster, CopiedIdentity, Misbehave, Restart, Scenario, 
 from hcsim.errors import Diverged
 from hcsim.fuzz.coverage import Tracker
 from hcsim.fuzz.generate import forgets
-from hcsim.fuzz.phases import Lives, Phases, Sighting, Work
+from hcsim.fuzz.phases import HostHistories, Phases, ViewAdoption, WorkStart
 from hcsim.runtime.channel import Phantom
 from hcsim.telemetry.trace import Event
 from hcsim.training.run import Point, Report, Run
@@ -30,7 +30,7 @@ ONCE = ("flip", "resize", "repeat")
 """The trace's names for faults of one frame, when they strike."""
 
 
-class Said(msgspec.Struct, frozen=True):
+class HostMessage(msgspec.Struct, frozen=True):
     """A status message of a host."""
 
     time_s: float
@@ -38,7 +38,7 @@ class Said(msgspec.Struct, frozen=True):
     text: str
 
 
-class Step(msgspec.Struct, frozen=True):
+class StepRecord(msgspec.Struct, frozen=True):
     """A host has done this many steps."""
 
     time_s: float
@@ -54,8 +54,8 @@ class Evidence(msgspec.Struct, frozen=True):
     excused: str = ""
     """Why the core need not finish; empty: it must."""
     events: Sequence[Event] = ()
-    said: Sequence[Said] = ()
-    steps: Sequence[Step] = ()
+    said: Sequence[HostMessage] = ()
+    steps: Sequence[StepRecord] = ()
     results: Mapping[str, Report | BaseException] = {}
     """The result of each host's last life. Hosts that never end are missing."""
     parameters: Mapping[str, Array] = {}
@@ -117,8 +117,8 @@ class Recorder:
 
     def __init__(self, scenario: Scenario) -> None:
         self.events: list[Event] = []
-        self.said: list[Said] = []
-        self.steps: list[Step] = []
+        self.said: list[HostMessage] = []
+        self.steps: list[StepRecord] = []
         self.parameters: dict[str, Array] = {}
         self.owed: dict[str, Array] = {}
         self.left: list[tuple[float, str]] = []
@@ -129,10 +129,10 @@ class Recorder:
         self.events += [event for event in events if event[1] in KEPT]
 
     def tell(self, host: str, text: str) -> None:
-        self.said.append(Said(asyncio.get_running_loop().time(), host, text))
+        self.said.append(HostMessage(asyncio.get_running_loop().time(), host, text))
 
     def point(self, rank: int, point: Point) -> None:
-        self.steps.append(Step(asyncio.get_running_loop().time(), _present(), point.step))
+        self.steps.append(StepRecord(asyncio.get_running_loop().time(), _present(), point.step))
 
     def finished(self, run: Run) -> None:
         """Record that a member has finished, or leaves before the end."""
@@ -146,11 +146,13 @@ class Recorder:
         self.tracker.ended(host)
 
     @property
-    def views(self) -> list[Sighting]:
+    def views(self) -> list[ViewAdoption]:
         return [sighting(event) for event in self.events if event[1] == "view"]
 
-    def lives(self, scenario: Scenario) -> Lives:
-        worked = [Work(_seconds(event), str(event[2]), int(event[3])) for event in self.events if event[1] == "follows"]
+    def lives(self, scenario: Scenario) -> HostHistories:
+        worked = [
+            WorkStart(_seconds(event), str(event[2]), int(event[3])) for event in self.events if event[1] == "follows"
+        ]
         starts = [event for event in self.events if event[1:3] == ("fault", "start")]
         started_s = {str(event[3]).partition(" ")[0]: _seconds(event) for event in starts}
         ended_s = {host: time_s for time_s, host in self.left}
@@ -159,13 +161,15 @@ class Recorder:
         struck_s = max(
             (_seconds(event) for event in self.events if event[1] == "fault" and event[2] in ONCE), default=0.0
         )
-        return Lives(self.views, worked, started_s, forgotten_s(scenario), ended_s, done_s=done_s, struck_s=struck_s)
+        return HostHistories(
+            self.views, worked, started_s, forgotten_s(scenario), ended_s, done_s=done_s, struck_s=struck_s
+        )
 
 
-def sighting(event: Event) -> Sighting:
+def sighting(event: Event) -> ViewAdoption:
     time_ns, _, host, lineage, epoch, _, members = event
     names = tuple(member.partition("#")[0] for member in str(members).split(",") if member)
-    return Sighting(int(time_ns) / 1e9, str(host), str(lineage), int(epoch), names)
+    return ViewAdoption(int(time_ns) / 1e9, str(host), str(lineage), int(epoch), names)
 
 
 def _owed(run: Run) -> Array:

@@ -46,10 +46,10 @@ from hcsim.config import (
 from hcsim.config.cluster import PRESETS
 from hcsim.config.home import WIFI_STANDARDS, AnyMedium
 from hcsim.config.schedule import HEALED_BY, Draw, draw_faults, without_end
-from hcsim.fuzz.patterns import PATTERNS, Group, bunched, conditions, draw_groups
+from hcsim.fuzz.patterns import PATTERNS, FaultGroup, bunched, conditions, draw_groups
 from hcsim.fuzz.phases import breaks
 from hcsim.rng import stream
-from hcsim.training.parameter_server.rounds import Policy
+from hcsim.training.parameter_server.rounds import ServerPolicy
 from hcsim.training.strategies import DiLoCo, LocalSgd, strategy
 from hcsim.units import BitRate, ByteRate, FlopRate, PositiveSeconds, Seconds
 
@@ -190,7 +190,7 @@ def _in_time(training: Training, nodes: tuple[Node, ...]) -> Training:
     launches, chosen = LAUNCHES_OF_A_STEP, strategy(training.strategy)
     if isinstance(chosen, LocalSgd | DiLoCo):
         launches *= chosen.every
-    elif isinstance(chosen, Policy):
+    elif isinstance(chosen, ServerPolicy):
         launches += LAUNCHES_OF_AN_UPDATE + len(nodes)
     slowest_s = max(node.machine.overhead_s for node in nodes if isinstance(node.machine, Machine))
     return replace(training, timeout_s=PositiveSeconds(max(training.timeout_s, math.ceil(slowest_s * launches))))
@@ -213,7 +213,7 @@ def _schedule(draw: Random, style: str, home: Scenario, safety_s: float) -> tupl
     return tuple(sorted(faults, key=lambda fault: fault.at_s))
 
 
-def _mixed(draw: Random, parts: Draw, home: Scenario) -> tuple[list[Group], list[str]]:
+def _mixed(draw: Random, parts: Draw, home: Scenario) -> tuple[list[FaultGroup], list[str]]:
     """Return independent faults, and the machines that the lasting ones concern."""
     kinds = _kinds(draw, home)
     sick = _sick(draw, home)

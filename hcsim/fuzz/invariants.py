@@ -26,7 +26,7 @@ from hcsim.config import (
     StuckDevice,
 )
 from hcsim.errors import HcsimError
-from hcsim.fuzz.evidence import Evidence, Step, forgotten_s
+from hcsim.fuzz.evidence import Evidence, StepRecord, forgotten_s
 from hcsim.fuzz.phases import GRACE_S
 from hcsim.telemetry.trace import Event
 from hcsim.training.run import Report
@@ -134,7 +134,7 @@ LEAVES_S = 5.0
 """The longest time between a member's report that it has left and the view without it."""
 
 
-def _something_owed_was_lost(evidence: Evidence, way: Sequence[Stretch]) -> bool:
+def _something_owed_was_lost(evidence: Evidence, way: Sequence[ViewSteps]) -> bool:
     """Return whether a member's residual may be lost. This is so if a member was left out or restarted, if it left
     while its group failed, or if a whole view's work was given up because the others went on from an earlier
     one.
@@ -172,7 +172,7 @@ def _lives_that_left(evidence: Evidence) -> list[tuple[float, str]]:
     return [(at_s, [life for began_s, life in worked[host] if began_s <= at_s][-1]) for at_s, host in evidence.left]
 
 
-class Stretch(msgspec.Struct, frozen=True):
+class ViewSteps(msgspec.Struct, frozen=True):
     """Consecutive steps in one view."""
 
     epoch: int
@@ -180,7 +180,7 @@ class Stretch(msgspec.Struct, frozen=True):
     steps: int
 
 
-def _way(evidence: Evidence) -> list[Stretch] | None:
+def _way(evidence: Evidence) -> list[ViewSteps] | None:
     """Return the steps that count: those of the newest view that did any, and those of its predecessors before it.
     Return None if several lineages did steps, or if the predecessors lead through another lineage."""
     lineages = {(event[2], event[4]): event[3] for event in evidence.events if event[1] == "view"}
@@ -192,10 +192,10 @@ def _way(evidence: Evidence) -> list[Stretch] | None:
     began = _beginnings(of_it)
     done = [(int(event[3]), int(event[4])) for event in of_it if event[1] == "applied"]
     epoch, steps = max(done, default=(-1, 0))
-    way: list[Stretch] = []
+    way: list[ViewSteps] = []
     while epoch in began:
         step, before = began[epoch]
-        way.insert(0, Stretch(epoch, sizes[epoch], steps - step))
+        way.insert(0, ViewSteps(epoch, sizes[epoch], steps - step))
         epoch, steps = before, step
     return way if epoch < 0 else None
 
@@ -384,7 +384,7 @@ def the_core_makes_progress(evidence: Evidence) -> Iterator[str]:
     before_s, done = phases.liveness_s, 0
     ended = False
     taken_over = [
-        Step(int(time_ns) / 1e9, str(host), int(step))
+        StepRecord(int(time_ns) / 1e9, str(host), int(step))
         for time_ns, _, host, _, step, _ in evidence.of_kind("synchronised", 3)
     ]
     for each in sorted([*evidence.steps, *taken_over], key=lambda each: each.time_s):

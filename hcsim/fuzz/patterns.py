@@ -20,9 +20,9 @@ from hcsim.config import AnyFault, ClockJump, Cluster, Crash, Leave, LinkChange,
 from hcsim.config.schedule import DECIMALS, Draw, draw_faults, without_end
 from hcsim.units import PositiveSeconds, Seconds
 
-Group: TypeAlias = tuple[AnyFault, ...]
+FaultGroup: TypeAlias = tuple[AnyFault, ...]
 """Faults that are drawn together, and moved together."""
-Pattern: TypeAlias = Callable[[Draw, Scenario], list[Group]]
+Pattern: TypeAlias = Callable[[Draw, Scenario], list[FaultGroup]]
 
 INSTANT_S = Seconds(1e-3)
 FORMING_S = 4.0
@@ -35,22 +35,22 @@ EARLY = 0.3
 CULPRITS_KINDS = (*5 * ("misbehave",), "stuck_device", "blocked_port", "pause", "lid", "restart")
 
 
-def draw_groups(draw: Draw, kinds: Sequence[str], wanted: int) -> list[Group]:
+def draw_groups(draw: Draw, kinds: Sequence[str], wanted: int) -> list[FaultGroup]:
     """Return the wanted number of groups of faults of these kinds, or fewer where they cannot happen."""
     groups = (tuple(draw_faults(draw, kinds, 1)) for _ in range(wanted))
     return [group for group in groups if group]
 
 
-def bunched(draw: Draw, groups: Sequence[Group], home: Scenario) -> list[Group]:
+def bunched(draw: Draw, groups: Sequence[FaultGroup], home: Scenario) -> list[FaultGroup]:
     """Return the same faults in the same order, each moved to strike while the cluster handles the one before."""
-    moved: list[Group] = []
+    moved: list[FaultGroup] = []
     for group in sorted(groups, key=_start_s):
         before = moved[-1] if moved else None
         moved.append(group if before is None else _moved(group, _soon_after(draw, before, home)))
     return moved
 
 
-def _soon_after(draw: Draw, group: Group, home: Scenario) -> float:
+def _soon_after(draw: Draw, group: FaultGroup, home: Scenario) -> float:
     """Return a time just as these faults strike or end, as the others detect them, or as the others react."""
     rng, notice_s = draw.rng, _notice_s(home)
     fault = rng.choice(group)
@@ -65,11 +65,11 @@ def _notice_s(home: Scenario) -> float:
     return (home.cluster or Cluster()).beat.timeout_s
 
 
-def _start_s(group: Group) -> float:
+def _start_s(group: FaultGroup) -> float:
     return min(fault.at_s for fault in group)
 
 
-def _moved(group: Group, start_s: float) -> Group:
+def _moved(group: FaultGroup, start_s: float) -> FaultGroup:
     by_s = start_s - _start_s(group)
     return tuple(_at(fault, fault.at_s + by_s) for fault in group)
 
@@ -85,10 +85,10 @@ def _rounded(time_s: float) -> Seconds:
     return Seconds(round(time_s, DECIMALS))
 
 
-def conditions(draw: Draw, home: Scenario) -> list[Group]:
+def conditions(draw: Draw, home: Scenario) -> list[FaultGroup]:
     """Draw conditions that hold from early on, for later faults to meet: a wrong clock (of one machine, or of all
     after a time server's change), a slow network or disk, lost announcements."""
-    groups: list[Group] = []
+    groups: list[FaultGroup] = []
     for group in draw_groups(draw, CONDITIONS, draw.rng.choice((1, 1, 2))):
         group = _moved(group, EARLY * _start_s(group))
         (fault,) = group
@@ -101,12 +101,12 @@ def conditions(draw: Draw, home: Scenario) -> list[Group]:
 # Patterns.
 
 
-def outages(draw: Draw, home: Scenario) -> list[Group]:
+def outages(draw: Draw, home: Scenario) -> list[FaultGroup]:
     """Draw a power failure: all machines, or many, go down at the same moment and come back with what they had
     saved, at once or one by one. It may happen again soon."""
     rng, names = draw.rng, draw.names
     at_s, _ = draw.span()
-    groups: list[Group] = []
+    groups: list[FaultGroup] = []
     for _ in range(rng.choice((1, 1, 2, 3))):
         count = rng.choice((len(names), len(names), max(1, len(names) - 1), rng.randint(1, len(names))))
         apart_s, down_s = rng.choice((0.0, 0.0, 1.0)), rng.uniform(0.0, 6.0)
@@ -120,12 +120,12 @@ def outages(draw: Draw, home: Scenario) -> list[Group]:
     return groups
 
 
-def attrition(draw: Draw, home: Scenario) -> list[Group]:
+def attrition(draw: Draw, home: Scenario) -> list[FaultGroup]:
     """Stop one machine after another until one is left. That one is restarted, and the others may come back."""
     rng = draw.rng
     at_s, _ = draw.span()
     *going, last = rng.sample(draw.names, len(draw.names))
-    groups: list[Group] = []
+    groups: list[FaultGroup] = []
     for name in going:
         fault = Leave(at_s, name) if rng.random() < 0.4 else Crash(at_s, name, clean=rng.random() < 0.5)
         groups.append((fault,))
@@ -140,7 +140,7 @@ def attrition(draw: Draw, home: Scenario) -> list[Group]:
     return groups
 
 
-def churn(draw: Draw, home: Scenario) -> list[Group]:
+def churn(draw: Draw, home: Scenario) -> list[FaultGroup]:
     """Repeatedly start, end or kill the program on a machine, also while the others admit that machine or remove
     it. On a slow network both take longer. Sometimes it stays away until the others have given it up."""
     rng = draw.rng
@@ -148,7 +148,7 @@ def churn(draw: Draw, home: Scenario) -> list[Group]:
     latency_s, patience_s = rng.choice((0.0, 0.1, 0.3, 0.3)), (home.training or Training()).timeout_s
     kills = rng.random() < 0.6  # otherwise nothing is lost, which can then be told
     comers = rng.sample(draw.names, min(len(draw.names), rng.choice((1, 1, 2))))
-    groups: list[Group] = []
+    groups: list[FaultGroup] = []
     at_s = begun_s
     for _ in range(rng.randint(2, 4)):
         name = rng.choice(comers)
@@ -165,12 +165,12 @@ def churn(draw: Draw, home: Scenario) -> list[Group]:
     return groups
 
 
-def culprit(draw: Draw, home: Scenario) -> list[Group]:
+def culprit(draw: Draw, home: Scenario) -> list[FaultGroup]:
     """Draw one or a few faults of a single machine, lasting or recurring, with no other faults. With more faulty
     machines, it would be unknown whether the others identified the right one."""
     rng, name = draw.rng, draw.node()
     wanted, lasts = rng.choice((1, 1, 2, 3)), rng.random() < 0.6
-    groups: list[Group] = []
+    groups: list[FaultGroup] = []
     while len(groups) < wanted:
         group = tuple(draw_faults(draw, CULPRITS_KINDS, 1))
         if any(getattr(fault, "node", "") != name or getattr(fault, "how", "") == "lie" for fault in group):

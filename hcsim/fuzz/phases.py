@@ -59,8 +59,8 @@ from typing import TypeAlias
 
 import msgspec
 
-from hcsim.cluster.conductor import LAST_CALL_S
 from hcsim.cluster.diagnosis import CHECKS_S, FINDINGS_S
+from hcsim.cluster.membership_source import LAST_CALL_S
 from hcsim.cluster.view import ASTRAY_S, DEPARTED_S, PATIENCE_S, Quorum
 from hcsim.config import (
     AnyFault,
@@ -175,7 +175,7 @@ def _smallest_cover(edges: Sequence[Broken], names: Sequence[str]) -> tuple[str,
     return tuple(names)
 
 
-class Sighting(msgspec.Struct, frozen=True):
+class ViewAdoption(msgspec.Struct, frozen=True):
     """The adoption of a view by a host."""
 
     time_s: float
@@ -186,7 +186,7 @@ class Sighting(msgspec.Struct, frozen=True):
     """The members' names, by rank."""
 
 
-class Work(msgspec.Struct, frozen=True):
+class WorkStart(msgspec.Struct, frozen=True):
     """The beginning of a host's work in a view."""
 
     time_s: float
@@ -194,12 +194,12 @@ class Work(msgspec.Struct, frozen=True):
     epoch: int
 
 
-class Lives(msgspec.Struct, frozen=True):
+class HostHistories(msgspec.Struct, frozen=True):
     """The records of the hosts' lives in the trace."""
 
-    views: Sequence[Sighting]
+    views: Sequence[ViewAdoption]
     """In the order of time."""
-    worked: Sequence[Work]
+    worked: Sequence[WorkStart]
     """In the order of time."""
     started_s: Mapping[str, float]
     """The time of each host's last restart."""
@@ -215,7 +215,7 @@ class Lives(msgspec.Struct, frozen=True):
     """The time of the last fault that had waited for a frame."""
 
 
-def excuse(phases: Phases, cluster: Cluster, lives: Lives) -> str:
+def excuse(phases: Phases, cluster: Cluster, lives: HostHistories) -> str:
     """Return why the core need not finish, given the views of the moment; empty: it must."""
     phases = _without_those_who_ended(phases, lives)
     if not phases.core:
@@ -238,7 +238,7 @@ def excuse(phases: Phases, cluster: Cluster, lives: Lives) -> str:
     return ""
 
 
-def _without_those_who_ended(phases: Phases, lives: Lives) -> Phases:
+def _without_those_who_ended(phases: Phases, lives: HostHistories) -> Phases:
     """Return the phases without machines of the core that ended because replicas differ, or that had finished
     before another one of it was last started, or before the liveness phase although they waited after the last
     step."""
@@ -252,7 +252,7 @@ def _without_those_who_ended(phases: Phases, lives: Lives) -> Phases:
     return msgspec.structs.replace(phases, core=core, sick=(*phases.sick, *ended))
 
 
-def _has_begun(lineage: str, lives: Lives, until_s: float) -> bool:
+def _has_begun(lineage: str, lives: HostHistories, until_s: float) -> bool:
     """Return whether any host has worked in this lineage, or in one that it branched from."""
     lineages = {(view.host, view.epoch): view.lineage for view in lives.views}
     return any(
@@ -262,7 +262,7 @@ def _has_begun(lineage: str, lives: Lives, until_s: float) -> bool:
     )
 
 
-def _knows(host: str, view: Sighting, lives: Lives, until_s: float) -> bool:
+def _knows(host: str, view: ViewAdoption, lives: HostHistories, until_s: float) -> bool:
     """Return whether the host's disk still has its promises as a member of that view."""
     forgot_s = lives.forgot_s.get(host)
     return forgot_s is None or any(
@@ -272,7 +272,7 @@ def _knows(host: str, view: Sighting, lives: Lives, until_s: float) -> bool:
     )
 
 
-def _owners_of_the_model(view: Sighting, phases: Phases, lives: Lives, until_s: float) -> list[str]:
+def _owners_of_the_model(view: ViewAdoption, phases: Phases, lives: HostHistories, until_s: float) -> list[str]:
     """Return the sick members of a view that are needed because no member of the core has the model in memory."""
     until = [work for work in lives.worked if work.time_s <= until_s]
     has_it = [work.host for work in until if work.time_s >= lives.started_s.get(work.host, 0.0)]
@@ -283,12 +283,12 @@ def _owners_of_the_model(view: Sighting, phases: Phases, lives: Lives, until_s: 
 
 
 def _known(
-    views: Sequence[Sighting], core: Sequence[str], until_s: float
-) -> tuple[Mapping[str, str], Mapping[str, Sighting]]:
+    views: Sequence[ViewAdoption], core: Sequence[str], until_s: float
+) -> tuple[Mapping[str, str], Mapping[str, ViewAdoption]]:
     """Return, by host of the core, its lineage at that time; and by lineage, the newest view that any of them
     knew."""
     ours: dict[str, str] = {}
-    newest: dict[str, Sighting] = {}
+    newest: dict[str, ViewAdoption] = {}
     for view in views:
         if view.time_s > until_s:
             break

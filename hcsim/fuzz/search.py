@@ -86,7 +86,7 @@ def reduce(seed: int, invariant: str) -> Finding:
     return Finding(seed, invariant, len(small.nodes), len(small.faults), steps, shrunk.runs, text)
 
 
-class Pool:
+class TrialPool:
     """Processes that run trials and shrink findings. With one worker, the current process does the work."""
 
     def __init__(self, workers: int) -> None:
@@ -94,7 +94,7 @@ class Pool:
         self._pool = None if workers == 1 else ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"))
         self._started = 0
 
-    def __enter__(self) -> Pool:
+    def __enter__(self) -> TrialPool:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -148,7 +148,7 @@ class Pool:
             return self._pool.submit(work, *args)
 
 
-class Record:
+class TrialLog:
     """The trials of a search in a file, one per line."""
 
     def __init__(self, path: Path) -> None:

@@ -35,7 +35,7 @@ from hcsim.units import BitRate, Seconds
 
 MOST_RUNS = 150
 Breaks: TypeAlias = Callable[[Scenario], bool]
-Pass: TypeAlias = Callable[[Scenario], Iterator[Scenario]]
+ShrinkPass: TypeAlias = Callable[[Scenario], Iterator[Scenario]]
 """Yields smaller scenarios, the smallest first. When one is accepted, the pass starts again with it."""
 
 _WIRED = Ethernet("switch", BitRate(1e9))
@@ -71,7 +71,7 @@ class _Shrinker:
                 scenario = self._through(each, scenario)
         return Shrunk(scenario, self._most - self._left, self._left > 0)
 
-    def _through(self, smaller: Pass, scenario: Scenario) -> Scenario:
+    def _through(self, smaller: ShrinkPass, scenario: Scenario) -> Scenario:
         """Accept reductions of a pass as long as one of them still breaks the invariant."""
         taken = True
         while taken and self._left > 0:
@@ -184,4 +184,4 @@ def _simpler(fault: AnyFault) -> Iterator[AnyFault]:
                 continue  # a fault without any effect
 
 
-PASSES: Sequence[Pass] = (_fewer_faults, _fewer_nodes, _fewer_steps, _plain, _simpler_faults)
+PASSES: Sequence[ShrinkPass] = (_fewer_faults, _fewer_nodes, _fewer_steps, _plain, _simpler_faults)

@@ -14,7 +14,7 @@ from hcsim.fuzz.invariants import Breach, breaches
 from hcsim.fuzz.phases import Phases, excuse, phases_of
 from hcsim.launch.virtual_cluster import simulate_cluster
 from hcsim.training.run import Report
-from hcsim.virtual.world import Census
+from hcsim.virtual.world import UsageMonitor
 
 SLOWEST = 4.0
 """The longest duration of a step, as a multiple of its computation alone."""
@@ -65,7 +65,7 @@ def gather(
 ) -> tuple[Evidence, Recorder, tuple[float, str]]:
     """Run the scenario. Return the evidence, its recorder, the duration and the trace's digest."""
     phases, recorder = phases_of(scenario), Recorder(scenario)
-    census = Census(recorder.sink)
+    census = UsageMonitor(recorder.sink)
     training = scenario.training or Training()
     limit_s = _limit_s(scenario, training, phases)
 
@@ -114,7 +114,7 @@ def _ended_early(scenario: Scenario, phases: Phases, over_s: float) -> str:
 class _Complaints(logging.Handler):
     """Collects asyncio's log records of task errors that were never retrieved."""
 
-    def __init__(self, census: Census) -> None:
+    def __init__(self, census: UsageMonitor) -> None:
         super().__init__(logging.ERROR)
         self._census = census
         self.texts: list[str] = []

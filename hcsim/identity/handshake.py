@@ -52,7 +52,7 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from hcsim.errors import HcsimError, UsageError
 from hcsim.identity.key import NodeKey, is_signed, node_id_of
 from hcsim.identity.namespace import ClusterSecret
-from hcsim.identity.trust_list import MOST_BYTES, Reason, TrustListFull
+from hcsim.identity.trust_list import MOST_BYTES, RefusalReason, TrustListFull
 from hcsim.identity.trust_store import NO_DIGEST, TrustStore
 
 VERSION = 2
@@ -65,14 +65,14 @@ _REFUSAL_BYTES = 2
 _LABEL = b"hcsim admission 1\0"
 
 
-class Role(IntEnum):
+class HandshakeRole(IntEnum):
     """Which side opened the channel."""
 
     CALLER = 1
     LISTENER = 2
 
 
-class State(Enum):
+class HandshakeState(Enum):
     """The state of one side."""
 
     AWAITS_HELLO = "awaits the hello"
@@ -82,7 +82,7 @@ class State(Enum):
     REFUSED = "one of us said no"
 
 
-class Heard(Enum):
+class HandshakeEvent(Enum):
     """The kind of a received message."""
 
     HELLO = "a hello without fault"
@@ -94,17 +94,17 @@ class Heard(Enum):
 
 
 NEXT = {
-    (State.AWAITS_HELLO, Heard.HELLO): State.AWAITS_PROOF,
-    (State.AWAITS_HELLO, Heard.FAULT): State.REFUSED,
-    (State.AWAITS_HELLO, Heard.REFUSAL): State.REFUSED,
-    (State.AWAITS_PROOF, Heard.PROOF): State.ADMITTED,
-    (State.AWAITS_PROOF, Heard.OTHER_LIST): State.AWAITS_LIST,
-    (State.AWAITS_PROOF, Heard.FAULT): State.REFUSED,
-    (State.AWAITS_PROOF, Heard.REFUSAL): State.REFUSED,
-    (State.AWAITS_LIST, Heard.LIST): State.ADMITTED,
-    (State.AWAITS_LIST, Heard.FAULT): State.REFUSED,
-    (State.AWAITS_LIST, Heard.REFUSAL): State.REFUSED,
-    (State.ADMITTED, Heard.FAULT): State.REFUSED,
+    (HandshakeState.AWAITS_HELLO, HandshakeEvent.HELLO): HandshakeState.AWAITS_PROOF,
+    (HandshakeState.AWAITS_HELLO, HandshakeEvent.FAULT): HandshakeState.REFUSED,
+    (HandshakeState.AWAITS_HELLO, HandshakeEvent.REFUSAL): HandshakeState.REFUSED,
+    (HandshakeState.AWAITS_PROOF, HandshakeEvent.PROOF): HandshakeState.ADMITTED,
+    (HandshakeState.AWAITS_PROOF, HandshakeEvent.OTHER_LIST): HandshakeState.AWAITS_LIST,
+    (HandshakeState.AWAITS_PROOF, HandshakeEvent.FAULT): HandshakeState.REFUSED,
+    (HandshakeState.AWAITS_PROOF, HandshakeEvent.REFUSAL): HandshakeState.REFUSED,
+    (HandshakeState.AWAITS_LIST, HandshakeEvent.LIST): HandshakeState.ADMITTED,
+    (HandshakeState.AWAITS_LIST, HandshakeEvent.FAULT): HandshakeState.REFUSED,
+    (HandshakeState.AWAITS_LIST, HandshakeEvent.REFUSAL): HandshakeState.REFUSED,
+    (HandshakeState.ADMITTED, HandshakeEvent.FAULT): HandshakeState.REFUSED,
 }
 """All transitions, of both roles. The last is for a peer that is found too slow while this side's proof is
 being made."""
@@ -131,7 +131,7 @@ class Credentials(msgspec.Struct, frozen=True):
             raise UsageError(f"a boot is a number of 64 bits, not {self.boot}")
 
 
-class Hello(NamedTuple):
+class HandshakeHello(NamedTuple):
     """The content of a hello."""
 
     role: int
@@ -146,10 +146,10 @@ class Hello(NamedTuple):
         return node_id_of(self.public)
 
 
-class Fault(Exception):
+class HandshakeFault(Exception):
     """Raised for a message that ends the handshake."""
 
-    def __init__(self, reason: Reason) -> None:
+    def __init__(self, reason: RefusalReason) -> None:
         super().__init__(reason.name)
         self.reason = reason
 
@@ -157,11 +157,11 @@ class Fault(Exception):
 class Handshake:
     """One side of a handshake. Send what `first` and `receive` return, until `state` is final."""
 
-    def __init__(self, role: Role, us: Credentials, binding: bytes) -> None:
-        self.state = State.AWAITS_HELLO
-        self.theirs: Hello | None = None
+    def __init__(self, role: HandshakeRole, us: Credentials, binding: bytes) -> None:
+        self.state = HandshakeState.AWAITS_HELLO
+        self.theirs: HandshakeHello | None = None
         """The peer's hello, once it is valid; authenticated when the state is ADMITTED."""
-        self.reason: Reason | None = None
+        self.reason: RefusalReason | None = None
         self.was_told = False
         """Whether the peer refused."""
         self._role = role
@@ -173,45 +173,47 @@ class Handshake:
         self._seal_key = b""
         self._list_digest = NO_DIGEST if us.trusted is None else us.trusted.digest
         """The digest that was sent: the list may change during the handshake."""
-        self._hello = self._make_hello() if role is Role.CALLER else b""  # a listener's, once somebody is worth it
+        self._hello = (
+            self._make_hello() if role is HandshakeRole.CALLER else b""
+        )  # a listener's, once somebody is worth it
 
     def first(self) -> bytes | None:
-        return self._hello if self._role is Role.CALLER else None
+        return self._hello if self._role is HandshakeRole.CALLER else None
 
     def receive(self, message: bytes) -> bytes | None:
         """Process a message; return the answer, if there is one."""
         if len(message) == _REFUSAL_BYTES and message[0] == _REFUSAL:
-            self._go(Heard.REFUSAL)
+            self._go(HandshakeEvent.REFUSAL)
             self.was_told = True
             self.reason = _reason_of(message[1])
             return None
         try:
-            if self.state is State.AWAITS_HELLO:
+            if self.state is HandshakeState.AWAITS_HELLO:
                 self._hear_hello(message)
-                self._go(Heard.HELLO)
-                return self._proof() if self._role is Role.CALLER else self._hello
-            is_caller = self._role is Role.CALLER
-            if self.state is State.AWAITS_LIST:
+                self._go(HandshakeEvent.HELLO)
+                return self._proof() if self._role is HandshakeRole.CALLER else self._hello
+            is_caller = self._role is HandshakeRole.CALLER
+            if self.state is HandshakeState.AWAITS_LIST:
                 self._hear_list(message)
-                self._go(Heard.LIST)
+                self._go(HandshakeEvent.LIST)
                 return None if is_caller else self._list()
             self._hear_proof(message)
             if self._lists_differ():
-                self._go(Heard.OTHER_LIST)
+                self._go(HandshakeEvent.OTHER_LIST)
                 return self._list() if is_caller else self._proof()
             self._look_up()
-            self._go(Heard.PROOF)
+            self._go(HandshakeEvent.PROOF)
             return None if is_caller else self._proof()
-        except Fault as fault:
+        except HandshakeFault as fault:
             return self.refuse(fault.reason)
 
-    def refuse(self, reason: Reason) -> bytes:
+    def refuse(self, reason: RefusalReason) -> bytes:
         """End the handshake with this reason; return the message for the peer."""
-        self._go(Heard.FAULT)
+        self._go(HandshakeEvent.FAULT)
         self.reason = reason
         return bytes([_REFUSAL, reason])
 
-    def _go(self, heard: Heard) -> None:
+    def _go(self, heard: HandshakeEvent) -> None:
         if (self.state, heard) not in NEXT:
             raise UsageError(f"this handshake is over ({self.state.value}), and was given {heard.value}")
         self.state = NEXT[self.state, heard]
@@ -226,26 +228,26 @@ class Handshake:
     def _hear_hello(self, message: bytes) -> None:
         theirs = read_hello(message)
         if self._hello.endswith(theirs.nonce):
-            raise Fault(Reason.REFLECTED)
-        if theirs.role != (Role.LISTENER if self._role is Role.CALLER else Role.CALLER):
-            raise Fault(Reason.WRONG_ROLE)
+            raise HandshakeFault(RefusalReason.REFLECTED)
+        if theirs.role != (HandshakeRole.LISTENER if self._role is HandshakeRole.CALLER else HandshakeRole.CALLER):
+            raise HandshakeFault(RefusalReason.WRONG_ROLE)
         if not hmac.compare_digest(theirs.namespace, self._us.secret.namespace):
-            raise Fault(Reason.OTHER_CLUSTER)
+            raise HandshakeFault(RefusalReason.OTHER_CLUSTER)
         # In the same life it is ourselves: a worker that calls the server beside it.
         lives = theirs.boot, self._us.boot
         if theirs.public == self._us.key.public and theirs.boot != self._us.boot and 0 not in lives:
-            raise Fault(Reason.COPIED_IDENTITY)
+            raise HandshakeFault(RefusalReason.COPIED_IDENTITY)
         if self._us.trusted is not None and theirs.node_id in self._us.trusted.list.expelled:
             self.theirs = theirs  # it names a machine that we know
-            raise Fault(Reason.EXPELLED)
+            raise HandshakeFault(RefusalReason.EXPELLED)
         self._hello = self._hello or self._make_hello()
         assert self._secret_nonce is not None
         try:
             agreed = self._secret_nonce.exchange(X25519PublicKey.from_public_bytes(theirs.nonce))
         except ValueError:  # a point that makes every agreement zero
-            raise Fault(Reason.MALFORMED) from None
+            raise HandshakeFault(RefusalReason.MALFORMED) from None
         self.theirs = theirs
-        in_order = (self._hello, message) if self._role is Role.CALLER else (message, self._hello)
+        in_order = (self._hello, message) if self._role is HandshakeRole.CALLER else (message, self._hello)
         said = b"".join(len(part).to_bytes(4, "big") + part for part in (*in_order, self._binding))
         self._transcript = hashlib.sha3_256(_LABEL + said).digest()
         salt = self._us.secret.derive("admission")
@@ -254,16 +256,16 @@ class Handshake:
 
     def _hear_proof(self, message: bytes) -> None:
         if len(message) != _PROOF_FIELDS.size or message[0] != _PROOF:
-            raise Fault(Reason.MALFORMED)
+            raise HandshakeFault(RefusalReason.MALFORMED)
         assert self.theirs is not None
-        if self._role is Role.CALLER and hmac.compare_digest(message, self._proof()):
-            raise Fault(Reason.REFLECTED)
+        if self._role is HandshakeRole.CALLER and hmac.compare_digest(message, self._proof()):
+            raise HandshakeFault(RefusalReason.REFLECTED)
         _, signature, mac = _PROOF_FIELDS.unpack(message)
-        role = Role(self.theirs.role)
+        role = HandshakeRole(self.theirs.role)
         if not is_signed(self._statement(role), signature, self.theirs.public):
-            raise Fault(Reason.FOREIGN_PROOF)
+            raise HandshakeFault(RefusalReason.FOREIGN_PROOF)
         if not hmac.compare_digest(mac, self._mac(role)):
-            raise Fault(Reason.WRONG_SECRET)
+            raise HandshakeFault(RefusalReason.WRONG_SECRET)
 
     def _lists_differ(self) -> bool:
         assert self.theirs is not None
@@ -276,13 +278,15 @@ class Handshake:
         assert theirs is not None
         try:
             if message[:1] != bytes([_LIST]):
-                raise Fault(Reason.MALFORMED)
-            told = ChaCha20Poly1305(self._seal_key).decrypt(_nonce(Role(theirs.role)), message[1:], self._transcript)
+                raise HandshakeFault(RefusalReason.MALFORMED)
+            told = ChaCha20Poly1305(self._seal_key).decrypt(
+                _nonce(HandshakeRole(theirs.role)), message[1:], self._transcript
+            )
             trusted.hear(told, theirs.node_id, theirs.public)
         except TrustListFull:
-            raise Fault(Reason.LIST_FULL) from None
+            raise HandshakeFault(RefusalReason.LIST_FULL) from None
         except (InvalidTag, HcsimError):
-            raise Fault(Reason.MALFORMED) from None
+            raise HandshakeFault(RefusalReason.MALFORMED) from None
         self._look_up()
 
     def _look_up(self) -> None:
@@ -291,9 +295,11 @@ class Handshake:
         if self._us.trusted is not None:
             known = self._us.trusted.list
             if self._us.key.node_id not in known.members:
-                raise Fault(Reason.WE_ARE_UNLISTED)
+                raise HandshakeFault(RefusalReason.WE_ARE_UNLISTED)
             if self.theirs.node_id not in known.members:
-                raise Fault(Reason.EXPELLED if self.theirs.node_id in known.expelled else Reason.UNLISTED)
+                raise HandshakeFault(
+                    RefusalReason.EXPELLED if self.theirs.node_id in known.expelled else RefusalReason.UNLISTED
+                )
 
     def _list(self) -> bytes:
         """Return the sealed list. It is sealed once per role in a handshake, so no nonce is used twice with a key."""
@@ -306,30 +312,30 @@ class Handshake:
         signature = self._us.key.sign(self._statement(self._role))
         return _PROOF_FIELDS.pack(_PROOF, signature, self._mac(self._role))
 
-    def _mac(self, role: Role) -> bytes:
+    def _mac(self, role: HandshakeRole) -> bytes:
         return hmac.digest(self._mac_key, self._statement(role), "sha256")
 
-    def _statement(self, role: Role) -> bytes:
+    def _statement(self, role: HandshakeRole) -> bytes:
         return _LABEL + bytes([role]) + self._transcript
 
 
-def read_hello(message: bytes) -> Hello:
-    """Decode a hello of the same version; raise `Fault` if it is invalid. Its content is not authenticated."""
+def read_hello(message: bytes) -> HandshakeHello:
+    """Decode a hello of the same version; raise `HandshakeFault` if it is invalid. Its content is not authenticated."""
     if len(message) < 2 or message[0] != _HELLO:
-        raise Fault(Reason.MALFORMED)
+        raise HandshakeFault(RefusalReason.MALFORMED)
     if message[1] != VERSION:
-        raise Fault(Reason.WRONG_VERSION)
+        raise HandshakeFault(RefusalReason.WRONG_VERSION)
     if len(message) != _HELLO_FIELDS.size:
-        raise Fault(Reason.MALFORMED)
-    return Hello(*_HELLO_FIELDS.unpack(message)[2:])
+        raise HandshakeFault(RefusalReason.MALFORMED)
+    return HandshakeHello(*_HELLO_FIELDS.unpack(message)[2:])
 
 
-def _nonce(role: Role) -> bytes:
+def _nonce(role: HandshakeRole) -> bytes:
     return bytes([role]) * 12
 
 
-def _reason_of(code: int) -> Reason:
+def _reason_of(code: int) -> RefusalReason:
     try:
-        return Reason(code)
+        return RefusalReason(code)
     except ValueError:
-        return Reason.UNKNOWN
+        return RefusalReason.UNKNOWN

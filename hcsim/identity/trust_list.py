@@ -30,7 +30,7 @@ memory only, and measures its time with a monotonic clock: no clock has to be co
 with its process. A newcomer that has used it may ask again with the same key, since it may not have received
 the answer.
 
-A `Reason` says why a node is not admitted. A refusal is sent as a number, so that no text of a stranger gets
+A `RefusalReason` says why a node is not admitted. A refusal is sent as a number, so that no text of a stranger gets
 into a log, and each side tells its own user.
 
 This module does no I/O: no file, no clock, no network.
@@ -52,7 +52,7 @@ from hcsim.identity.namespace import ClusterSecret
 from hcsim.runtime.frame import decode_message
 
 
-class Reason(IntEnum):
+class RefusalReason(IntEnum):
     """Why a node is not admitted. The number is sent to the peer."""
 
     MALFORMED = 1
@@ -95,44 +95,44 @@ _COPIED = (
 )
 
 _OURS = {
-    Reason.MALFORMED: "it sent something that is not the admission handshake",
-    Reason.WRONG_VERSION: "it speaks another version of the handshake: install the same hcsim on both",
-    Reason.WRONG_ROLE: "it claims the same end of the connection as we have",
-    Reason.OTHER_CLUSTER: _OTHER_CLUSTER,
-    Reason.COPIED_IDENTITY: f"it presents our own identity: {_COPIED}",
-    Reason.REFLECTED: "it sent our own words back to us",
-    Reason.FOREIGN_PROOF: "its proof was not made for this connection (replayed, relayed or damaged)",
-    Reason.WRONG_SECRET: "it names our cluster, but does not know the secret",
-    Reason.TOO_MANY_FAILURES: "too many attempts from there have failed; it has to wait",
-    Reason.TOO_SLOW: "it did not finish the handshake in time",
-    Reason.TOO_MANY_CALLERS: "too many call from there at once, and have not said who they are",
-    Reason.UNLISTED: f"its key is not on the cluster's trust list: {_INVITE}",
-    Reason.EXPELLED: f"it was expelled from the cluster: {_NEW_KEY}",
-    Reason.WE_ARE_UNLISTED: f"our own key is not on the cluster's trust list: {_INVITE}",
-    Reason.LIST_FULL: f"its key is not on the list, and {FULL}",
-    Reason.UNKNOWN: "nobody knows why",
+    RefusalReason.MALFORMED: "it sent something that is not the admission handshake",
+    RefusalReason.WRONG_VERSION: "it speaks another version of the handshake: install the same hcsim on both",
+    RefusalReason.WRONG_ROLE: "it claims the same end of the connection as we have",
+    RefusalReason.OTHER_CLUSTER: _OTHER_CLUSTER,
+    RefusalReason.COPIED_IDENTITY: f"it presents our own identity: {_COPIED}",
+    RefusalReason.REFLECTED: "it sent our own words back to us",
+    RefusalReason.FOREIGN_PROOF: "its proof was not made for this connection (replayed, relayed or damaged)",
+    RefusalReason.WRONG_SECRET: "it names our cluster, but does not know the secret",
+    RefusalReason.TOO_MANY_FAILURES: "too many attempts from there have failed; it has to wait",
+    RefusalReason.TOO_SLOW: "it did not finish the handshake in time",
+    RefusalReason.TOO_MANY_CALLERS: "too many call from there at once, and have not said who they are",
+    RefusalReason.UNLISTED: f"its key is not on the cluster's trust list: {_INVITE}",
+    RefusalReason.EXPELLED: f"it was expelled from the cluster: {_NEW_KEY}",
+    RefusalReason.WE_ARE_UNLISTED: f"our own key is not on the cluster's trust list: {_INVITE}",
+    RefusalReason.LIST_FULL: f"its key is not on the list, and {FULL}",
+    RefusalReason.UNKNOWN: "nobody knows why",
 }
 _THEIRS = {
-    Reason.MALFORMED: "it could not read our handshake: is it another version of hcsim?",
-    Reason.WRONG_VERSION: "it speaks another version of the handshake: install the same hcsim on both",
-    Reason.WRONG_ROLE: "it takes itself for the same end of the connection as we do",
-    Reason.OTHER_CLUSTER: _OTHER_CLUSTER,
-    Reason.COPIED_IDENTITY: f"it has the same identity as we: {_COPIED}",
-    Reason.REFLECTED: "it heard its own words from us: something between us sends them back",
-    Reason.FOREIGN_PROOF: "our proof did not fit its connection: something between us changes or relays it",
-    Reason.WRONG_SECRET: f"our secret is not that of its cluster: {_INVITE}",
-    Reason.TOO_MANY_FAILURES: "too many attempts from our address have failed; we have to wait",
-    Reason.TOO_SLOW: "we did not finish the handshake in time",
-    Reason.TOO_MANY_CALLERS: "too many call it at once from our address, and have not said who they are",
-    Reason.UNLISTED: f"our key is not on the cluster's trust list: {_INVITE}",
-    Reason.EXPELLED: WE_ARE_EXPELLED,
-    Reason.WE_ARE_UNLISTED: f"its own key is not on the cluster's trust list: {_INVITE}",
-    Reason.LIST_FULL: f"our key is not on its list, and {FULL}",
-    Reason.UNKNOWN: "for a reason that this version of hcsim does not know",
+    RefusalReason.MALFORMED: "it could not read our handshake: is it another version of hcsim?",
+    RefusalReason.WRONG_VERSION: "it speaks another version of the handshake: install the same hcsim on both",
+    RefusalReason.WRONG_ROLE: "it takes itself for the same end of the connection as we do",
+    RefusalReason.OTHER_CLUSTER: _OTHER_CLUSTER,
+    RefusalReason.COPIED_IDENTITY: f"it has the same identity as we: {_COPIED}",
+    RefusalReason.REFLECTED: "it heard its own words from us: something between us sends them back",
+    RefusalReason.FOREIGN_PROOF: "our proof did not fit its connection: something between us changes or relays it",
+    RefusalReason.WRONG_SECRET: f"our secret is not that of its cluster: {_INVITE}",
+    RefusalReason.TOO_MANY_FAILURES: "too many attempts from our address have failed; we have to wait",
+    RefusalReason.TOO_SLOW: "we did not finish the handshake in time",
+    RefusalReason.TOO_MANY_CALLERS: "too many call it at once from our address, and have not said who they are",
+    RefusalReason.UNLISTED: f"our key is not on the cluster's trust list: {_INVITE}",
+    RefusalReason.EXPELLED: WE_ARE_EXPELLED,
+    RefusalReason.WE_ARE_UNLISTED: f"its own key is not on the cluster's trust list: {_INVITE}",
+    RefusalReason.LIST_FULL: f"our key is not on its list, and {FULL}",
+    RefusalReason.UNKNOWN: "for a reason that this version of hcsim does not know",
 }
 
 
-def told(peer: str, reason: Reason, *, by_them: bool) -> str:
+def told(peer: str, reason: RefusalReason, *, by_them: bool) -> str:
     return f"{peer} refused us: {_THEIRS[reason]}" if by_them else f"we refused {peer}: {_OURS[reason]}"
 
 

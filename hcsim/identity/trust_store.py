@@ -29,7 +29,7 @@ MOST_UNPROVED = 64
 """The maximum number of new statements from a peer that is not on the list: each costs a signature check."""
 
 
-class Disk(Protocol):
+class TrustStorage(Protocol):
     """The storage of the record. Other processes of the machine may change it, too."""
 
     def load(self) -> TrustRecord | None: ...
@@ -54,7 +54,7 @@ class StoredTrust:
 class TrustStore:
     """The trust list as one machine knows it. A machine that knows the present phrase lists itself."""
 
-    def __init__(self, first: ClusterSecret, key: NodeKey, name: str, disk: Disk) -> None:
+    def __init__(self, first: ClusterSecret, key: NodeKey, name: str, disk: TrustStorage) -> None:
         """`first` is the secret that the cluster began with."""
         self.on_change: list[Callable[[], None]] = []
         self._first = first

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from hcsim.cluster.conductor import Introduction
-from hcsim.cluster.inquiry import Survey
+from hcsim.cluster.membership_source import NodeInfo
+from hcsim.cluster.status_client import StatusClient
 from hcsim.collectives.group import Group
 from hcsim.collectives.select import Options
 from hcsim.config import Cluster
@@ -26,12 +26,12 @@ from hcsim.real.tls import ClusterTls, TlsFiles
 from hcsim.runtime.address import parse, with_port
 from hcsim.telemetry.trace import Sink, Trace
 from hcsim.transport.admission import AdmittedHost
-from hcsim.transport.callers import Once, Refusals
-from hcsim.transport.hello import Membership, Wire
+from hcsim.transport.admission_queue import LogDeduplicator, RefusalLog
+from hcsim.transport.hello import GroupMembership, Wire
 
 if TYPE_CHECKING:
-    from hcsim.cluster.coordinator import Policy
-    from hcsim.node import Plan
+    from hcsim.cluster.coordinator import CoordinatorPolicy
+    from hcsim.node import ClusterJob
     from hcsim.training.run import Observer, Report
 
 _ANSWER_S = 2.0
@@ -57,7 +57,7 @@ class RealNode(msgspec.Struct, frozen=True):
 
 async def train_in_cluster(
     node: RealNode,
-    plan: Plan,
+    plan: ClusterJob,
     *,
     observer: Observer | None = None,
     tell: Callable[[str], None] = lambda what: None,
@@ -84,7 +84,7 @@ async def train_in_cluster(
         )
 
 
-async def ask_cluster(home: Path, cluster: str, peers: Sequence[str], look_s: float, forget: str = "") -> Survey:
+async def ask_cluster(home: Path, cluster: str, peers: Sequence[str], look_s: float, forget: str = "") -> StatusClient:
     """Query the status of the nodes of a cluster that this machine has joined, and report the node `forget` as
     gone for good.
 
@@ -93,14 +93,14 @@ async def ask_cluster(home: Path, cluster: str, peers: Sequence[str], look_s: fl
     secret = proved.secret
     async with RealHost(RealOptions("asker", seed=secrets.randbits(64), tls=ClusterTls(proved.key, secret))) as host:
         admitted = AdmittedHost(host, proved)
-        survey = Survey(admitted, secret.namespace.hex(), _ANSWER_S, forget)
+        survey = StatusClient(admitted, secret.namespace.hex(), _ANSWER_S, forget)
         await survey.run([with_port(peer, Cluster().discovery_port) for peer in peers], look_s)
         return survey
 
 
 async def serve_coordinator(
     listen: str,
-    policy: Policy,
+    policy: CoordinatorPolicy,
     tell: Callable[[str], None],
     *,
     tls: TlsFiles | None = None,
@@ -140,7 +140,7 @@ async def real_member(
     proved = load_credentials(node.home, node.cluster, name)
     tls = ClusterTls(proved.key, proved.secret)
     options = RealOptions(name, seed=secrets.randbits(64), tls=tls, device=node.device, state=node.state)
-    once = Once(tell)
+    once = LogDeduplicator(tell)
     trace = None if sink is None else Trace(sink)
     here = RealHost(options, trace=trace, on_refused=lambda error: once(f"a call was not taken: {error}"))
     async with here as host, _serving(node.metrics_at, host):
@@ -151,7 +151,7 @@ async def real_member(
                 trace.digest()  # hands on the last events
 
 
-def real_introduction(host: RealHost, node: RealNode, cluster: Cluster, proved: Credentials) -> Introduction:
+def real_introduction(host: RealHost, node: RealNode, cluster: Cluster, proved: Credentials) -> NodeInfo:
     from hcsim.node import introduced
 
     return introduced(host.name, node.hosts or reachable_at(host.interfaces()), cluster, proved)
@@ -186,8 +186,8 @@ async def real_group(
             raise ConfigError(f"{address}: the others cannot know which port that is: give each rank one of its own")
     if len(addresses) > 1 and not insecure:
         _refuse_plaintext(addresses, has_tls=tls is not None)
-    refusals = Refusals(Once(on_refused))
-    us = Membership(rank, addresses, wire=wire or Wire(), refusals=refusals)
+    refusals = RefusalLog(LogDeduplicator(on_refused))
+    us = GroupMembership(rank, addresses, wire=wire or Wire(), refusals=refusals)
     async with AsyncExitStack() as stack:
         named = RealOptions(
             name=f"rank {rank}",

@@ -16,7 +16,7 @@ from hcsim.errors import ConfigError
 from hcsim.launch import DEFAULT_PORT
 from hcsim.telemetry.metrics import HostMetrics
 from hcsim.telemetry.trace import Sink
-from hcsim.transport.hello import Membership, Wire
+from hcsim.transport.hello import GroupMembership, Wire
 from hcsim.virtual.host import VirtualHost
 from hcsim.virtual.world import World
 
@@ -61,7 +61,7 @@ def simulate(
     addresses = tuple(f"{name}:{DEFAULT_PORT}" for name in names)
 
     async def on_host(host: VirtualHost) -> T:
-        us = Membership(names.index(host.name), addresses, wire=wire or Wire())
+        us = GroupMembership(names.index(host.name), addresses, wire=wire or Wire())
         async with await Group.open(host, us, options) as group:
             return await program(group)
 

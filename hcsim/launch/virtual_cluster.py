@@ -10,7 +10,7 @@ import msgspec
 
 from hcsim import rng
 from hcsim.cluster.probe import Prober
-from hcsim.cluster.topology import Node, Topology, Way, describe, survey
+from hcsim.cluster.topology import Topology, TopologyEdge, TopologyNode, describe, survey
 from hcsim.config import Cluster, Leave, Scenario, Training, load_scenario
 from hcsim.errors import ConfigError
 from hcsim.identity.handshake import BOOT_BITS, Credentials
@@ -18,14 +18,14 @@ from hcsim.identity.key import SEED_BYTES, NodeKey
 from hcsim.identity.namespace import SECRET_BYTES, ClusterSecret
 from hcsim.identity.trust_store import StoredTrust, TrustStore
 from hcsim.launch.virtual import Outcome, outcome_of, refuse_tunnels
-from hcsim.node import Plan, coordinating, introduced, train_as_member
+from hcsim.node import ClusterJob, coordinating, introduced, train_as_member
 from hcsim.telemetry.trace import Sink
 from hcsim.training.run import Observer, Report
 from hcsim.training.task import Task
 from hcsim.transport.hello import Wire
-from hcsim.virtual.deadlock import Standstill
 from hcsim.virtual.host import VirtualHost
-from hcsim.virtual.world import Census, World
+from hcsim.virtual.stall_detector import StallDetector
+from hcsim.virtual.world import UsageMonitor, World
 
 PROBE_PORT = 52417
 STANDSTILL_S = 3600.0
@@ -44,7 +44,7 @@ def simulate_cluster(
     tell: Callable[[str, str], None] = lambda host, what: None,
     what: Task | None = None,
     limit_s: float | None = None,
-    census: Census | None = None,
+    census: UsageMonitor | None = None,
 ) -> Outcome[Report]:
     """Let the hosts of a scenario find each other and train, through all faults: see its `[cluster]`.
 
@@ -58,7 +58,7 @@ def simulate_cluster(
         raise ConfigError(f'coordinator = "{cluster.coordinator}": there is no such node; there are {", ".join(names)}')
     if cluster.nodes is None:
         cluster = msgspec.structs.replace(cluster, nodes=len(loaded.nodes))
-    plan = Plan(cluster, settings or loaded.training or Training(), loaded.seed, wire or Wire())
+    plan = ClusterJob(cluster, settings or loaded.training or Training(), loaded.seed, wire or Wire())
     refuse_tunnels(plan.training)
     world = World(loaded, sink=sink if census is None else census, sealed=True)
     if census is not None:
@@ -105,7 +105,7 @@ async def _last_start(world: World, host: VirtualHost) -> None:
         await host.clock.sleep(_LOOK_S)
 
 
-def _standstill(world: World, patience_s: float, limit_s: float | None) -> Standstill:
+def _standstill(world: World, patience_s: float, limit_s: float | None) -> StallDetector:
     """Return a detector that ends a cluster in which no host takes a step or forms a view, once all faults have
     healed."""
 
@@ -117,7 +117,7 @@ def _standstill(world: World, patience_s: float, limit_s: float | None) -> Stand
         ]
 
     healed_s = max((fault.over_s for fault in world.scenario.faults), default=0.0)
-    return Standstill(world.env, moved, every_s=patience_s, from_s=healed_s, limit_s=limit_s)
+    return StallDetector(world.env, moved, every_s=patience_s, from_s=healed_s, limit_s=limit_s)
 
 
 def _virtual_hosts(host: VirtualHost) -> tuple[str, ...]:
@@ -150,8 +150,8 @@ def measure_topology(scenario: Scenario | str | Path) -> Topology:
             listener = await host.listen(f"{host.name}:{PROBE_PORT}")
             host.spawn(prober.serve(listener), name="answer probes")
         speeds = [host.spawn(describe(host, host.name), name="describe") for host in world.hosts]
-        nodes: list[Node] = await asyncio.gather(*speeds)
-        ways: list[Way] = []
+        nodes: list[TopologyNode] = await asyncio.gather(*speeds)
+        ways: list[TopologyEdge] = []
         for host, prober, us in zip(world.hosts, probers, nodes, strict=True):
             others = [node for node in nodes if node is not us]
             ways += await host.spawn(survey(prober, us, others, PROBE_PORT), name="survey")

@@ -15,8 +15,8 @@ from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 from hcsim.errors import ConfigError, PeerRefused
-from hcsim.real.listener import MAX_UNACCEPTED, Unaccepted
-from hcsim.real.pieces import PiecewiseChannel
+from hcsim.real.listener import MAX_UNACCEPTED, AcceptQueue
+from hcsim.real.message_channel import MessageChannel
 from hcsim.real.tls import Tls, TlsFiles
 from hcsim.runtime.address import join_address
 from hcsim.runtime.frame import HEADER_BYTES
@@ -102,7 +102,7 @@ class _ServerPipe(_GrpcPipe):
         self.ended.set()
 
 
-async def dial(address: str, host: str, port: int, tls: TlsFiles | None) -> PiecewiseChannel:
+async def dial(address: str, host: str, port: int, tls: TlsFiles | None) -> MessageChannel:
     """Make one attempt to open a channel."""
     target = join_address((host, port))
     if tls is None:
@@ -126,7 +126,7 @@ async def dial(address: str, host: str, port: int, tls: TlsFiles | None) -> Piec
     except BaseException:
         await channel.close()
         raise
-    return PiecewiseChannel(_ClientPipe(call, channel), address)
+    return MessageChannel(_ClientPipe(call, channel), address)
 
 
 class GrpcListener:
@@ -135,7 +135,7 @@ class GrpcListener:
     def __init__(self, server: Any) -> None:
         self._server = server
         self._address = ""
-        self._unaccepted = Unaccepted()
+        self._unaccepted = AcceptQueue()
         self._open = 0
 
     @classmethod
@@ -163,7 +163,7 @@ class GrpcListener:
         """The address with the actual port."""
         return self._address
 
-    async def accept(self) -> PiecewiseChannel:
+    async def accept(self) -> MessageChannel:
         return await self._unaccepted.get(self._address)
 
     async def close(self) -> None:
@@ -184,7 +184,7 @@ class GrpcListener:
         pipe = _ServerPipe(context)
         self._open += 1
         try:
-            self._unaccepted.put(PiecewiseChannel(pipe, context.peer().partition(":")[2]))
+            self._unaccepted.put(MessageChannel(pipe, context.peer().partition(":")[2]))
             await pipe.ended.wait()
         finally:
             self._open -= 1

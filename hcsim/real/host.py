@@ -60,7 +60,7 @@ _SLOWEST_RETRY_S = 1.0
 NEXT_PLACE_S = 1.0
 """How long one of a machine's addresses may take to answer before the next is tried beside it."""
 _EVERYWHERE, _EVERYWHERE_V6 = ("0.0.0.0",), ("::",)
-Place: TypeAlias = tuple[int, Any]
+DialTarget: TypeAlias = tuple[int, Any]
 """The family and address of a socket."""
 
 
@@ -84,16 +84,16 @@ class RealOptions(msgspec.Struct, frozen=True):
     """The folder for records that survive restarts; None: nothing is stored."""
 
 
-class Race:
+class HappyEyeballs:
     """Attempts at several places where one machine may be reached, beside each other: the first channel counts.
 
     As an async context manager it ends those that have not won."""
 
-    def __init__(self, attempt: Callable[[Place], Coroutine[Any, Any, Channel]]) -> None:
+    def __init__(self, attempt: Callable[[DialTarget], Coroutine[Any, Any, Channel]]) -> None:
         self._attempt = attempt
-        self._running: dict[Place, asyncio.Task[Channel]] = {}
+        self._running: dict[DialTarget, asyncio.Task[Channel]] = {}
         self._won: list[asyncio.Task[Channel]] = []
-        self._failures: dict[Place, OSError | None] = {}
+        self._failures: dict[DialTarget, OSError | None] = {}
         """The last error at each address of the last round, if any."""
 
     @property
@@ -106,7 +106,7 @@ class Race:
         """Whether the last attempt at every address failed because a certificate was rejected."""
         return all(error is not None and is_distrust(error) for error in self._failures.values())
 
-    async def round(self, places: list[Place], next_place_s: float) -> Channel:
+    async def round(self, places: list[DialTarget], next_place_s: float) -> Channel:
         """Start an attempt at each address without a running one: the next after a failure or after that time.
 
         Raises `OSError` if there is no channel at the end of the round; running attempts continue."""
@@ -138,14 +138,14 @@ class Race:
                     return channel
         return None
 
-    async def _alone(self, place: Place) -> Channel:
+    async def _alone(self, place: DialTarget) -> Channel:
         try:
             return await self._attempt(place)
         except OSError as error:
             self._failures[place] = error
             raise
 
-    async def __aenter__(self) -> Race:
+    async def __aenter__(self) -> HappyEyeballs:
         return self
 
     async def __aexit__(
@@ -183,7 +183,7 @@ class RealHost:
         self._clock = RealClock()
         self._tasks: dict[asyncio.Task[Any], Callable[[asyncio.Task[Any]], None] | None] = {}
         self._listeners: list[Listener] = []
-        self._answered: dict[str, Place] = {}
+        self._answered: dict[str, DialTarget] = {}
         """The address that last answered, for a machine with several addresses."""
         self._on_refused = on_refused
         self._tls = Tls(options.tls) if options.tls else None
@@ -246,7 +246,7 @@ class RealHost:
         """Open a channel; see `Host.connect`. Fails at once if the TLS certificates are rejected at every address."""
         target = parse(address)
         until_s = self._clock.elapsed() + timeout_s
-        race = Race(lambda place: self._dial(target, place, until_s))
+        race = HappyEyeballs(lambda place: self._dial(target, place, until_s))
         failure: OSError | None = None
         try:
             async with asyncio.timeout(timeout_s), race:
@@ -345,7 +345,7 @@ class RealHost:
     def _tell_channels(self) -> None:
         self.metrics.gauge("hcsim_channels_open").set(sum(channel.is_open for channel in self._channels))
 
-    async def _round(self, target: Target, race: Race) -> Channel:
+    async def _round(self, target: Target, race: HappyEyeballs) -> Channel:
         """Attempt every address that the names resolve to, the one that answered last first."""
         places = await self._resolve(target)
         if target.scheme != TCP:
@@ -353,7 +353,7 @@ class RealHost:
         places.sort(key=lambda place: place != self._answered.get(target.text))
         return await race.round(places, NEXT_PLACE_S)
 
-    async def _dial(self, target: Target, place: Place, until_s: float) -> StreamChannel:
+    async def _dial(self, target: Target, place: DialTarget, until_s: float) -> StreamChannel:
         """Make one attempt at one address: through shared memory where that is possible, otherwise by TCP."""
         family, sockaddr = place
         peer = target.text if len(target.hosts) == 1 else join_address(sockaddr)
@@ -373,7 +373,7 @@ class RealHost:
         secured = await self._tls.handshake(sock, server_side=False)
         return StreamChannel(TlsStream(secured.sock), peer, secured.identity, secured.binding)
 
-    async def _resolve(self, target: Target) -> list[Place]:
+    async def _resolve(self, target: Target) -> list[DialTarget]:
         """Return the socket families and addresses of the target's names. Raises `ConfigError` where plaintext is not
         allowed."""
         loop = asyncio.get_running_loop()

@@ -43,7 +43,7 @@ class _Caller:
         self.limit: asyncio.TimerHandle | None = None
 
 
-class Acceptor:
+class ConnectionAcceptor:
     """Accepts connections within bounds and hands them to protocols; owns the listening socket."""
 
     def __init__(
@@ -145,7 +145,7 @@ class Acceptor:
             caller.limit.cancel()
 
 
-class OneLine(logging.Logger):
+class OneLineLogger(logging.Logger):
     """A logger for aiohttp, which writes a traceback for every malformed request: it logs one line for all of them."""
 
     def __init__(self, what: str) -> None:
@@ -190,10 +190,10 @@ async def serving_metrics(metrics: HostMetrics, address: str) -> AsyncIterator[s
     except UnicodeError as error:
         raise ConfigError(f"metrics cannot be served at {address}: that is no host's name ({error})") from None
     served = join_address(sock.getsockname())
-    runner = web.AppRunner(app, access_log=None, logger=OneLine(f"metrics at {served}"), shutdown_timeout=0.0)
+    runner = web.AppRunner(app, access_log=None, logger=OneLineLogger(f"metrics at {served}"), shutdown_timeout=0.0)
     await runner.setup()
     assert runner.server is not None
-    acceptor = Acceptor(sock, runner.server, most=MOST_CONNECTIONS, deadline_s=LONGEST_S)
+    acceptor = ConnectionAcceptor(sock, runner.server, most=MOST_CONNECTIONS, deadline_s=LONGEST_S)
     try:
         yield served
     finally:

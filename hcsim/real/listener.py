@@ -5,7 +5,7 @@ deadline. The number of connections that have not been accepted yet is capped; t
 kernel's queue. Each address can have only a part of them. When there is no room, the oldest handshake of the
 address with the most of them is cancelled. When descriptors run out, accepting pauses, with one warning.
 
-`Unaccepted` bounds the channels that a server has taken and that have not been accepted yet.
+`AcceptQueue` bounds the channels that a server has taken and that have not been accepted yet.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 from hcsim.errors import ChannelBroken, ChannelClosed, ChannelError
 from hcsim.real.failures import translated
-from hcsim.real.pieces import PiecewiseChannel
+from hcsim.real.message_channel import MessageChannel
 from hcsim.real.shm.rendezvous import Rendezvous, accept, peer_process
 from hcsim.real.sockets import own, readable
 from hcsim.real.stream_channel import StreamChannel
@@ -29,11 +29,11 @@ from hcsim.runtime.address import join_address
 MAX_UNACCEPTED = 64
 
 
-class Unaccepted:
+class AcceptQueue:
     """A closable queue of channels that have not been accepted yet."""
 
     def __init__(self) -> None:
-        self._channels: asyncio.Queue[PiecewiseChannel | None] = asyncio.Queue()
+        self._channels: asyncio.Queue[MessageChannel | None] = asyncio.Queue()
         self.closed = False
 
     @property
@@ -41,10 +41,10 @@ class Unaccepted:
         """Whether further clients have to be rejected for now."""
         return self.closed or self._channels.qsize() >= MAX_UNACCEPTED
 
-    def put(self, channel: PiecewiseChannel) -> None:
+    def put(self, channel: MessageChannel) -> None:
         self._channels.put_nowait(channel)
 
-    async def get(self, address: str) -> PiecewiseChannel:
+    async def get(self, address: str) -> MessageChannel:
         """Wait for the next channel. Raises `ChannelClosed` after the close."""
         channel = await self._channels.get()
         if channel is None:

@@ -121,7 +121,7 @@ class MdnsLan:
         """Yield all services in view, then every change."""
         responder = self._opened()
         search = _Search(self._resolve, self._cached)
-        browser = Browser(responder.zeroconf, search.note)
+        browser = MdnsBrowser(responder.zeroconf, search.note)
         in_view: dict[str, Service] = {}
         try:
             while True:
@@ -201,10 +201,10 @@ async def _guard(zeroconf: Zeroconf) -> None:
     await zeroconf.async_wait_for_start()
     for reader in zeroconf.engine.readers:
         transport = reader.transport
-        transport.set_protocol(Sieve(transport.get_protocol(), rest=Rest.of(transport)))
+        transport.set_protocol(PacketRateLimiter(transport.get_protocol(), rest=FloodPause.of(transport)))
 
 
-class Rest:
+class FloodPause:
     """Pauses the reading of a socket during a flood, to read many packets at once.
 
     One turn of the event loop per packet costs ten times as much as reading and dropping it. asyncio has no public
@@ -218,7 +218,7 @@ class Rest:
         self._resting: asyncio.TimerHandle | None = None
 
     @classmethod
-    def of(cls, transport: Any) -> Rest | None:
+    def of(cls, transport: Any) -> FloodPause | None:
         """Return the pause of a transport of the standard event loop, or None for other loops."""
         loop = asyncio.get_running_loop()
         possible = all(hasattr(loop, name) for name in ("_add_reader", "_remove_reader"))
@@ -252,10 +252,10 @@ class Rest:
             self._resting = self._loop.call_later(REST_S, self._read_all, received)
 
 
-class Sieve(asyncio.DatagramProtocol):
+class PacketRateLimiter(asyncio.DatagramProtocol):
     """A rate limiter: passes packets on to another protocol, and drops those beyond the rates above."""
 
-    def __init__(self, inner: Any, clock: Callable[[], float] = time.monotonic, rest: Rest | None = None) -> None:
+    def __init__(self, inner: Any, clock: Callable[[], float] = time.monotonic, rest: FloodPause | None = None) -> None:
         self._inner = inner
         self._clock = clock
         self._rest = rest
@@ -287,7 +287,7 @@ class Sieve(asyncio.DatagramProtocol):
         self._inner.connection_lost(exc)
 
 
-class Browser(RecordUpdateListener):
+class MdnsBrowser(RecordUpdateListener):
     """Queries for services of type `_hcsim._tcp`, and reports the names that appear, change and disappear."""
 
     def __init__(self, zeroconf: Zeroconf, note: Callable[[str, ServiceStateChange], None]) -> None:

@@ -17,7 +17,7 @@ from hcsim.errors import ChannelError
 from hcsim.real.failures import fresh
 
 
-class Direction:
+class SocketReadiness:
     """One direction of a socket; the event loop completes what would block.
 
     The registration with the selector outlives the transfer, since the next one usually follows at once. It is

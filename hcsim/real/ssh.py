@@ -25,7 +25,7 @@ _LINE_LIMIT_BYTES = 1 << 20
 _ATTENTION_S = 5.0
 
 
-class Remotes:
+class SshProcesses:
     """The programs started on other machines."""
 
     def __init__(self, tell: Callable[[str], None], sign: str) -> None:
@@ -106,11 +106,11 @@ class Remotes:
 
 
 @asynccontextmanager
-async def remotes(tell: Callable[[str], None], sign: str, grace_s: float) -> AsyncIterator[Remotes]:
+async def remotes(tell: Callable[[str], None], sign: str, grace_s: float) -> AsyncIterator[SshProcesses]:
     """Programs on other machines that end with this context; if it ends without an error, they have the grace period.
 
     A program prints the line `sign` to show that it has started."""
-    others = Remotes(tell, sign)
+    others = SshProcesses(tell, sign)
     try:
         yield others
     except BaseException:

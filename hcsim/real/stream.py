@@ -21,7 +21,7 @@ from contextlib import suppress
 from typing import Protocol, TypeAlias
 
 from hcsim.errors import UsageError
-from hcsim.real.sockets import Direction
+from hcsim.real.sockets import SocketReadiness
 from hcsim.runtime.channel import Fold, Outlet, Payload, Phantom
 from hcsim.runtime.frame import Header
 
@@ -60,9 +60,9 @@ class Forwarder(Outlet, Protocol):
 class Stream(Protocol):
     """An ordered byte stream in both directions. Operations that would block raise one of `WOULD_BLOCK`."""
 
-    incoming: Direction
+    incoming: SocketReadiness
     """Ready when there may be something to read that the event loop can see."""
-    outgoing: Direction
+    outgoing: SocketReadiness
     """Ready when there may be room to write."""
     carrier: str
     ends: tuple[str, str]

@@ -10,7 +10,7 @@ import sys
 import termios
 from contextlib import suppress
 
-from hcsim.real.sockets import Direction, own
+from hcsim.real.sockets import SocketReadiness, own
 from hcsim.real.stream import Forwarder, Parts
 from hcsim.runtime.channel import Fold
 
@@ -45,8 +45,8 @@ class _SocketStream:
     def __init__(self, sock: socket.socket) -> None:
         loop = asyncio.get_running_loop()
         self._sock = sock
-        self.incoming = Direction(sock.fileno(), loop.add_reader, loop.remove_reader)
-        self.outgoing = Direction(sock.fileno(), loop.add_writer, loop.remove_writer)
+        self.incoming = SocketReadiness(sock.fileno(), loop.add_reader, loop.remove_reader)
+        self.outgoing = SocketReadiness(sock.fileno(), loop.add_writer, loop.remove_writer)
         self.ends = _ends(sock)
         self.read = sock.recv_into
         own(sock)

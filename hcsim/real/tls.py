@@ -63,7 +63,7 @@ class TlsFiles(msgspec.Struct, frozen=True):
     """The authority that signed the certificates of all members."""
 
 
-class Secured(NamedTuple):
+class TlsConnection(NamedTuple):
     """A connection to an authenticated peer."""
 
     sock: ssl.SSLSocket
@@ -84,7 +84,7 @@ class Tls:
     def context(self, *, server_side: bool) -> ssl.SSLContext:
         return self._contexts[server_side]
 
-    async def handshake(self, sock: socket.socket, *, server_side: bool) -> Secured:
+    async def handshake(self, sock: socket.socket, *, server_side: bool) -> TlsConnection:
         """Run the handshake on a connected non-blocking socket. The socket is owned by this call, and closed on
         failure.
 
@@ -98,7 +98,7 @@ class Tls:
             # The client's last handshake message: a MAC over all others, with a key of this connection alone.
             unique = tls.get_channel_binding("tls-unique") or b""
             parts = b"".join(len(part).to_bytes(4, "big") + part for part in (*in_order, unique))
-            return Secured(tls, node_id_of(raw), hashlib.sha256(b"hcsim tls binding 1\0" + parts).digest())
+            return TlsConnection(tls, node_id_of(raw), hashlib.sha256(b"hcsim tls binding 1\0" + parts).digest())
         except BaseException:
             tls.close()
             raise

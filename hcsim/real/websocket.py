@@ -18,9 +18,9 @@ import aiohttp
 from aiohttp import web
 
 from hcsim.errors import PeerRefused
-from hcsim.real.http import Acceptor, OneLine
-from hcsim.real.listener import MAX_UNACCEPTED, Unaccepted, listening_socket
-from hcsim.real.pieces import PiecewiseChannel
+from hcsim.real.http import ConnectionAcceptor, OneLineLogger
+from hcsim.real.listener import MAX_UNACCEPTED, AcceptQueue, listening_socket
+from hcsim.real.message_channel import MessageChannel
 from hcsim.runtime.address import join_address
 from hcsim.runtime.frame import HEADER_BYTES
 
@@ -92,7 +92,7 @@ class _ClientPipe(_WebSocketPipe):
             await self._session.close()
 
 
-async def dial(address: str, context: ssl.SSLContext | None) -> PiecewiseChannel:
+async def dial(address: str, context: ssl.SSLContext | None) -> MessageChannel:
     """Make one attempt to open a channel."""
     session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None))
     try:
@@ -103,7 +103,7 @@ async def dial(address: str, context: ssl.SSLContext | None) -> PiecewiseChannel
             timeout=aiohttp.ClientWSTimeout(ws_close=_CLOSE_S),
         )
         _keep_alive(ws.get_extra_info("socket"))
-        return PiecewiseChannel(_ClientPipe(ws, session), address)
+        return MessageChannel(_ClientPipe(ws, session), address)
     except aiohttp.ClientConnectorCertificateError as error:
         await session.close()
         raise error.certificate_error from None
@@ -129,9 +129,9 @@ class WebSocketListener:
     def __init__(self, path: str) -> None:
         self._path = path.rstrip("/")
         self._address = ""
-        self._unaccepted = Unaccepted()
+        self._unaccepted = AcceptQueue()
         self._runner: web.AppRunner | None = None
-        self._acceptor: Acceptor | None = None
+        self._acceptor: ConnectionAcceptor | None = None
         """Connections are unsettled in it until they have become WebSockets."""
         self._open = 0
 
@@ -144,11 +144,11 @@ class WebSocketListener:
         app.router.add_get("/{path:.*}", self._called)
         sock = listening_socket(family, sockaddr)
         self._address = f"{'wss' if context else 'ws'}://{join_address(sock.getsockname())}{path}"
-        logger = OneLine(self._address)
+        logger = OneLineLogger(self._address)
         self._runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=0.0, logger=logger)
         await self._runner.setup()
         assert self._runner.server is not None
-        self._acceptor = Acceptor(
+        self._acceptor = ConnectionAcceptor(
             sock, self._runner.server, most=MAX_UNACCEPTED, deadline_s=handshake_timeout_s, context=context
         )
         return self
@@ -158,7 +158,7 @@ class WebSocketListener:
         """The address with the actual port."""
         return self._address
 
-    async def accept(self) -> PiecewiseChannel:
+    async def accept(self) -> MessageChannel:
         return await self._unaccepted.get(self._address)
 
     async def close(self) -> None:
@@ -190,7 +190,7 @@ class WebSocketListener:
         pipe = _WebSocketPipe(ws)
         self._open += 1
         try:
-            self._unaccepted.put(PiecewiseChannel(pipe, peer))
+            self._unaccepted.put(MessageChannel(pipe, peer))
             await pipe.ended.wait()
         finally:
             self._open -= 1

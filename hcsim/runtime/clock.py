@@ -63,7 +63,7 @@ def disappoint(waiting: asyncio.Future[Any], error: HcsimError) -> None:
         waiting.exception()  # or asyncio would complain that it was never retrieved
 
 
-class News:
+class BroadcastEvent:
     """A repeating event with several waiters."""
 
     def __init__(self) -> None:

@@ -18,7 +18,7 @@ import msgspec
 MASTER_PORT = 29500
 
 
-class Seat(msgspec.Struct, frozen=True):
+class RankSpec(msgspec.Struct, frozen=True):
     """A rank's number, its script, and the parameters of its simulation."""
 
     rank: int

@@ -21,8 +21,8 @@ from contextlib import suppress
 
 import msgspec
 
-from hcsim.scripts.conversation import Conversation, HungUp
-from hcsim.scripts.environment import Seat, import_early
+from hcsim.scripts.environment import RankSpec, import_early
+from hcsim.scripts.ipc import IpcClosed, IpcConnection
 from hcsim.transport.messages import Schema
 
 FORKS = sys.platform.startswith("linux")
@@ -31,14 +31,14 @@ _GRACE_S = 5.0
 """Wall time that a process has to exit after its last message."""
 
 
-class Birth(msgspec.Struct, frozen=True, tag=True):
+class ForkRequest(msgspec.Struct, frozen=True, tag=True):
     """Start a rank; the descriptors of its socket and its shared memory are passed along. The answer is its
     process id."""
 
-    seat: Seat
+    seat: RankSpec
 
 
-class End(msgspec.Struct, frozen=True, tag=True):
+class EndRequest(msgspec.Struct, frozen=True, tag=True):
     """End a rank. The answer is its exit status, or the negated number of the signal that ended it."""
 
     pid: int
@@ -46,7 +46,7 @@ class End(msgspec.Struct, frozen=True, tag=True):
     """Kill it at once; otherwise it first has a grace period to exit by itself."""
 
 
-REQUESTS: Schema[Birth | End] = Schema(Birth | End)
+REQUESTS: Schema[ForkRequest | EndRequest] = Schema(ForkRequest | EndRequest)
 REPLIES: Schema[int] = Schema(int)
 
 
@@ -54,33 +54,33 @@ def main(line: socket.socket) -> None:
     """Serve until the simulator closes the connection."""
     if FORKS:
         import hcsim.scripts.rank.script  # noqa: F401 (so that no rank has to)
-    simulator = Conversation(line, REQUESTS, descriptors=_MOST_DESCRIPTORS)
+    simulator = IpcConnection(line, REQUESTS, descriptors=_MOST_DESCRIPTORS)
     living: dict[int, None] = {}
     try:
         while True:
             request = simulator.hear()
-            if isinstance(request, Birth):
+            if isinstance(request, ForkRequest):
                 pid = _begin(simulator, request.seat, *simulator.take_descriptors())
                 living[pid] = None
                 simulator.say(pid)
             else:
                 simulator.say(_end(request))
                 del living[request.pid]
-    except (HungUp, OSError):
+    except (IpcClosed, OSError):
         pass
     finally:
         for pid in living:
             _kill(pid)
 
 
-def _begin(simulator: Conversation[Birth | End], seat: Seat, conversation: int, arena: int) -> int:
+def _begin(simulator: IpcConnection[ForkRequest | EndRequest], seat: RankSpec, conversation: int, arena: int) -> int:
     pid = _fork(simulator, seat, conversation, arena) if FORKS else _spawn(seat, conversation, arena)
     os.close(conversation)
     os.close(arena)
     return pid
 
 
-def _fork(simulator: Conversation[Birth | End], seat: Seat, conversation: int, arena: int) -> int:
+def _fork(simulator: IpcConnection[ForkRequest | EndRequest], seat: RankSpec, conversation: int, arena: int) -> int:
     import_early(seat.script)  # for the first rank; the others find the modules loaded
     pid = os.fork()
     if pid:
@@ -97,13 +97,13 @@ def _fork(simulator: Conversation[Birth | End], seat: Seat, conversation: int, a
         os._exit(1)  # whatever happens, this is no fork server
 
 
-def _spawn(seat: Seat, conversation: int, arena: int) -> int:
+def _spawn(seat: RankSpec, conversation: int, arena: int) -> int:
     encoded = msgspec.json.encode(seat).decode()
     command = [sys.executable, "-m", "hcsim.scripts.rank", encoded, str(conversation), str(arena)]
     return subprocess.Popen(command, pass_fds=[conversation, arena], start_new_session=True).pid
 
 
-def _end(request: End) -> int:
+def _end(request: EndRequest) -> int:
     pid = request.pid
     until_s = time.monotonic() + (0.0 if request.at_once else _GRACE_S)
     ended, status = os.waitpid(pid, os.WNOHANG)

@@ -12,8 +12,8 @@ from hcsim.collectives.group import Group
 from hcsim.collectives.select import Options
 from hcsim.errors import UsageError
 from hcsim.launch import DEFAULT_PORT
-from hcsim.scripts.conversation import Opened
-from hcsim.transport.hello import Membership, Wire
+from hcsim.scripts.ipc import Opened
+from hcsim.transport.hello import GroupMembership, Wire
 from hcsim.virtual.host import VirtualHost
 
 
@@ -26,7 +26,7 @@ class GroupDirectory:
         self._ports: dict[str, int] = {}
         self._opened: dict[tuple[str, int], int] = {}
 
-    def membership(self, opened: Opened, seat: int) -> Membership:
+    def membership(self, opened: Opened, seat: int) -> GroupMembership:
         """Return this rank's membership of a group that is not a subgroup."""
         members = opened.ranks or tuple(range(opened.size))
         if len(members) != opened.size or max(members) >= len(self.hosts) or members[opened.rank] != seat:
@@ -39,7 +39,7 @@ class GroupDirectory:
         addresses = tuple(f"{self.hosts[member]}:{port}" for member in members)
         # A rank that computes for long is late, and not lost before a call would be.
         wire = msgspec.structs.replace(self.wire, connect_timeout_s=opened.timeout_s)
-        return Membership(opened.rank, addresses, f"script {opened.name}", epoch, wire)
+        return GroupMembership(opened.rank, addresses, f"script {opened.name}", epoch, wire)
 
 
 class RankGroups:

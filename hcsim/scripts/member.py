@@ -20,8 +20,8 @@ from typing import Any
 
 import msgspec
 
-from hcsim.cluster.conductor import next_view
-from hcsim.cluster.node import Node
+from hcsim.cluster.membership_source import next_view
+from hcsim.cluster.node import ClusterNode
 from hcsim.cluster.view import Member, View
 from hcsim.config import Cluster
 from hcsim.errors import ConfigError, HcsimError
@@ -30,20 +30,20 @@ from hcsim.node import admitted, running
 from hcsim.runtime.address import hosts_of
 from hcsim.runtime.channel import Listener
 from hcsim.runtime.host import Host
-from hcsim.scripts.conversation import (
+from hcsim.scripts.environment import environment
+from hcsim.scripts.ipc import (
     FAILURES,
     STORE_REQUESTS,
-    Answer,
-    Conversation,
-    Failed,
-    HungUp,
+    IpcClosed,
+    IpcConnection,
+    RankFailed,
+    SimulatorReply,
     Stored,
     ended_how,
     failure_of,
 )
-from hcsim.scripts.environment import environment
 from hcsim.scripts.processes import end_of, lost
-from hcsim.scripts.store import LINGER_S, StoreLine, StoreService
+from hcsim.scripts.store import LINGER_S, StoreClient, StoreService
 
 _BEGUN = "hcsim/begun"
 _FAILED = "hcsim/failed"
@@ -51,7 +51,7 @@ _BEGIN_S = 60.0
 _GRACE_S = 5.0
 
 
-class Script(msgspec.Struct, frozen=True):
+class ScriptSpec(msgspec.Struct, frozen=True):
     """The script to run, the same on all machines."""
 
     path: str
@@ -59,7 +59,7 @@ class Script(msgspec.Struct, frozen=True):
     sha256: str
 
     @classmethod
-    def read(cls, path: Path, arguments: Sequence[str]) -> Script:
+    def read(cls, path: Path, arguments: Sequence[str]) -> ScriptSpec:
         try:
             data = path.read_bytes()
         except OSError as error:
@@ -67,7 +67,7 @@ class Script(msgspec.Struct, frozen=True):
         return cls(str(path.resolve()), tuple(arguments), hashlib.sha256(data).hexdigest())
 
 
-class Ended(msgspec.Struct, frozen=True):
+class ScriptExit(msgspec.Struct, frozen=True):
     """How this rank's script ended."""
 
     rank: int
@@ -79,11 +79,11 @@ class Ended(msgspec.Struct, frozen=True):
 async def run_in_cluster(
     here: RealNode,
     cluster: Cluster,
-    script: Script,
+    script: ScriptSpec,
     *,
     tell: Callable[[str], None] = lambda what: None,
     leaving: asyncio.Event | None = None,
-) -> Ended:
+) -> ScriptExit:
     """Find the other machines, run this rank of the script, and leave when it ends, or earlier once `leaving`
     is set."""
     if cluster.coordinator is not None:
@@ -91,7 +91,7 @@ async def run_in_cluster(
     async with real_member(here, tell) as (host, credentials):
         me = real_introduction(host, here, cluster, credentials)
         inside = admitted(host, credentials, tell)
-        node = Node(
+        node = ClusterNode(
             inside, me, cluster, tell, {"the script": f"with SHA-256 {script.sha256[:12]}…"}, credentials.trusted
         )
         door = await inside.listen(me.address)  # before anybody counts on us: the port may be taken
@@ -107,24 +107,24 @@ async def run_in_cluster(
                 code = await _run([script.path, *script.arguments], found, store, losing, leaving)
                 await _end(store, us, len(members), code)
             await node.leave()
-            return Ended(us, len(members), code)
+            return ScriptExit(us, len(members), code)
 
 
 @asynccontextmanager
-async def _meeting(host: Host, node: Node, view: View, door: Listener) -> AsyncIterator[StoreLine]:
+async def _meeting(host: Host, node: ClusterNode, view: View, door: Listener) -> AsyncIterator[StoreClient]:
     """Connect to the store; the most senior member serves it on its listener."""
     if view.leader.node == node.us.node:
         host.spawn(StoreService().serve(host, door), name="store")
     else:
         await door.close()
-    store = StoreLine(host, view.leader.name, view.leader.address)
+    store = StoreClient(host, view.leader.name, view.leader.address)
     try:
         yield store
     finally:
         await store.close()
 
 
-async def _begin(store: StoreLine, node: Node, view: View, tell: Callable[[str], None]) -> list[Member]:
+async def _begin(store: StoreClient, node: ClusterNode, view: View, tell: Callable[[str], None]) -> list[Member]:
     """Return the members that take part, by rank, as the most senior member has decided."""
     if view.leader.node == node.us.node:
         decided = msgspec.json.encode(view.members)
@@ -147,8 +147,8 @@ def _found(here: RealNode, view: View, rank: int, world: int, ours: Sequence[str
 async def _run(
     script: Sequence[str],
     found: dict[str, str],
-    store: StoreLine,
-    losing: Coroutine[Any, Any, Failed],
+    store: StoreClient,
+    losing: Coroutine[Any, Any, RankFailed],
     leaving: asyncio.Event | None,
 ) -> int:
     """Run the script to its end and return its exit status. Meanwhile serve its store requests and watch for
@@ -161,11 +161,11 @@ async def _run(
             pass_fds=[theirs.fileno(), to_them.fileno()], env=found,
             start_new_session=True,  # an interrupt is for us, and we pass it on
         )  # fmt: skip
-    told = Conversation(news, FAILURES)
+    told = IpcConnection(news, FAILURES)
     beside = [
         asyncio.ensure_future(_tell_failure(store, told)),
         asyncio.ensure_future(_tell_loss(losing, store, told)),
-        asyncio.ensure_future(_attend(Conversation(ours, STORE_REQUESTS), store)),
+        asyncio.ensure_future(_attend(IpcConnection(ours, STORE_REQUESTS), store)),
     ]
     passing_on = asyncio.ensure_future(_interrupt(process, leaving)) if leaving is not None else None
     try:
@@ -179,7 +179,7 @@ async def _run(
         await asyncio.gather(*beside, return_exceptions=True)
 
 
-async def _tell_failure(store: StoreLine, news: Conversation[Failed]) -> None:
+async def _tell_failure(store: StoreClient, news: IpcConnection[RankFailed]) -> None:
     """Notify the script of the first failure of a script on any machine."""
     try:
         word = (await store.do(Stored("get", (_FAILED,)))).values[0]
@@ -188,39 +188,39 @@ async def _tell_failure(store: StoreLine, news: Conversation[Failed]) -> None:
         return
     failed = FAILURES.decode(word, "the store")
     store.hurry(failed.reason, LINGER_S)
-    with suppress(HungUp):
+    with suppress(IpcClosed):
         news.say(failed)
 
 
-async def _tell_loss(losing: Awaitable[Failed], store: StoreLine, news: Conversation[Failed]) -> None:
+async def _tell_loss(losing: Awaitable[RankFailed], store: StoreClient, news: IpcConnection[RankFailed]) -> None:
     """Notify the script, and the other ranks, of the first machine that is lost. With the machine of rank 0 the
     store is lost too."""
     failed = await losing
     store.hurry(failed.reason, LINGER_S if failed.rank else 0.0)
-    with suppress(HungUp):
+    with suppress(IpcClosed):
         news.say(failed)
     with suppress(HcsimError):
         await _set_failed(store, failed)
 
 
-async def _set_failed(store: StoreLine, failed: Failed) -> None:
+async def _set_failed(store: StoreClient, failed: RankFailed) -> None:
     """Publish the failure to all ranks, if it is the first."""
     word = FAILURES.encode(failed)
     await store.do(Stored("compare_set", (_FAILED,), (b"", word), timeout_s=_GRACE_S))
 
 
-async def _attend(conversation: Conversation[Stored], store: StoreLine) -> None:
+async def _attend(conversation: IpcConnection[Stored], store: StoreClient) -> None:
     while True:
         try:
             asked = await asyncio.to_thread(conversation.hear)
-        except HungUp:
+        except IpcClosed:
             return
         try:
             reply = await store.do(asked)
-            answer = Answer(0.0, 0.0, number=reply.number, values=reply.values)
+            answer = SimulatorReply(0.0, 0.0, number=reply.number, values=reply.values)
         except HcsimError as error:
-            answer = Answer(0.0, 0.0, failure=failure_of(error))
-        with suppress(HungUp):
+            answer = SimulatorReply(0.0, 0.0, failure=failure_of(error))
+        with suppress(IpcClosed):
             conversation.say(answer)
 
 
@@ -236,12 +236,12 @@ def _signal(process: asyncio.subprocess.Process, number: signal.Signals) -> None
         os.killpg(process.pid, number)
 
 
-async def _end(store: StoreLine, rank: int, world: int, code: int) -> None:
+async def _end(store: StoreClient, rank: int, world: int, code: int) -> None:
     """Publish that this rank has ended, and its exit status. The member that keeps the store waits for the
     others to do so."""
     with suppress(HcsimError):
         if code:
-            await _set_failed(store, Failed(rank, f"the script of rank {rank} failed: it {ended_how(code)}"))
+            await _set_failed(store, RankFailed(rank, f"the script of rank {rank} failed: it {ended_how(code)}"))
         await store.do(Stored("set", (end_of(rank),), (b"",), timeout_s=_GRACE_S))
         if rank == 0:
             others = tuple(end_of(other) for other in range(1, world))

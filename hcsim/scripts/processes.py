@@ -19,16 +19,16 @@ from collections.abc import Sequence
 from contextlib import suppress
 from types import TracebackType
 
-from hcsim.cluster.messages import Ask, Told
-from hcsim.cluster.node import GONE, Node
+from hcsim.cluster.messages import StatusReply, StatusRequest
+from hcsim.cluster.node import GONE, ClusterNode
 from hcsim.cluster.view import Member, View
 from hcsim.errors import HcsimError
 from hcsim.runtime.host import Host
-from hcsim.scripts.arena import Mapped, shared_file
-from hcsim.scripts.conversation import MESSAGES, Conversation, Failed, HungUp, Message, Stored
-from hcsim.scripts.environment import Seat
-from hcsim.scripts.fork_server import REPLIES, Birth, End
-from hcsim.scripts.store import StoreLine
+from hcsim.scripts.environment import RankSpec
+from hcsim.scripts.fork_server import REPLIES, EndRequest, ForkRequest
+from hcsim.scripts.ipc import MESSAGES, IpcClosed, IpcConnection, RankFailed, RankMessage, Stored
+from hcsim.scripts.shared_memory import SharedMemoryMap, shared_file
+from hcsim.scripts.store import StoreClient
 
 _LOOK_S = 1.0
 _ASK_S = 5.0
@@ -39,7 +39,7 @@ def end_of(rank: int) -> str:
     return f"hcsim/ended/{rank}"
 
 
-async def lost(host: Host, node: Node, view: View, members: Sequence[Member], store: StoreLine) -> Failed:
+async def lost(host: Host, node: ClusterNode, view: View, members: Sequence[Member], store: StoreClient) -> RankFailed:
     """Wait until a member is lost before its script has ended. Return its rank and the reason."""
     ended: dict[int, None] = {}
     host.spawn(_note_end(store, ended), name="end of rank 0")
@@ -47,7 +47,7 @@ async def lost(host: Host, node: Node, view: View, members: Sequence[Member], st
         await host.clock.sleep(_LOOK_S)
         if not node.over(view.epoch).done() and not node.superseded(view.epoch):
             continue
-        told = node.asked(Ask())
+        told = node.asked(StatusRequest())
         for rank, member in enumerate(members):
             why = _missing(member, told)
             if why and rank not in ended:
@@ -55,18 +55,18 @@ async def lost(host: Host, node: Node, view: View, members: Sequence[Member], st
                 if has_ended is None and 0 in ended:  # the store has gone with rank 0, and nobody could say so there
                     has_ended = why == GONE
                 if not has_ended:
-                    return Failed(rank, f"rank {rank} ({member.name}) was lost: {why}")
+                    return RankFailed(rank, f"rank {rank} ({member.name}) was lost: {why}")
                 ended[rank] = None
 
 
-async def _note_end(store: StoreLine, ended: dict[int, None]) -> None:
+async def _note_end(store: StoreClient, ended: dict[int, None]) -> None:
     """Record the end of rank 0, which is announced before the store goes away with it."""
     with suppress(HcsimError):
         await store.do(Stored("wait", (end_of(0),)))
         ended[0] = None
 
 
-async def _has_ended(store: StoreLine, rank: int) -> bool | None:
+async def _has_ended(store: StoreClient, rank: int) -> bool | None:
     """Return whether the rank has ended; None if the store does not answer."""
     try:
         return bool((await store.do(Stored("check", (end_of(rank),), timeout_s=_ASK_S))).number)
@@ -74,7 +74,7 @@ async def _has_ended(store: StoreLine, rank: int) -> bool | None:
         return None
 
 
-def _missing(member: Member, told: Told) -> str:
+def _missing(member: Member, told: StatusReply) -> str:
     """Return why a member cannot be reached in the incarnation that the script began with; empty if it can."""
     if member.node == told.status.us.node:
         return ""
@@ -89,16 +89,16 @@ _ALONE = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 """One thread for each rank: the order in which several threads add up is not deterministic."""
 
 
-class Process:
+class RankProcess:
     """One rank's process, with its socket and shared memory."""
 
-    def __init__(self, pid: int, conversation: Conversation[Message], arena: Mapped) -> None:
+    def __init__(self, pid: int, conversation: IpcConnection[RankMessage], arena: SharedMemoryMap) -> None:
         self.pid = pid
         self.conversation = conversation
         self.arena = arena
 
 
-class Processes:
+class RankProcesses:
     """All ranks' processes."""
 
     def __init__(self) -> None:
@@ -111,10 +111,10 @@ class Processes:
                 env={"PYTHONHASHSEED": "0", **os.environ, **_ALONE},
                 start_new_session=True,  # an interrupt is for us, and we end them
             )
-        self._line = Conversation(ours, REPLIES)
-        self._living: dict[int, Process] = {}
+        self._line = IpcConnection(ours, REPLIES)
+        self._living: dict[int, RankProcess] = {}
 
-    def __enter__(self) -> Processes:
+    def __enter__(self) -> RankProcesses:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
@@ -123,20 +123,20 @@ class Processes:
         self._line.close()
         self._fork_server.wait()
 
-    def start(self, seat: Seat) -> Process:
+    def start(self, seat: RankSpec) -> RankProcess:
         ours, theirs = socket.socketpair()
         arena = shared_file()
         try:
             with theirs:
-                pid = self._ask(Birth(seat), (theirs.fileno(), arena))
+                pid = self._ask(ForkRequest(seat), (theirs.fileno(), arena))
         except BaseException:
             ours.close()
             os.close(arena)
             raise
-        process = self._living[pid] = Process(pid, Conversation(ours, MESSAGES), Mapped(arena))
+        process = self._living[pid] = RankProcess(pid, IpcConnection(ours, MESSAGES), SharedMemoryMap(arena))
         return process
 
-    def end(self, process: Process, *, at_once: bool) -> int:
+    def end(self, process: RankProcess, *, at_once: bool) -> int:
         """End the process, unless it has exited, and all processes that it started. Return the exit status, or the
         negated number of the signal."""
         if self._living.pop(process.pid, None) is None:
@@ -144,14 +144,14 @@ class Processes:
         process.conversation.close()
         process.arena.close()
         try:
-            return self._ask(End(process.pid, at_once))
+            return self._ask(EndRequest(process.pid, at_once))
         except HcsimError:
             with suppress(OSError):
                 os.killpg(process.pid, signal.SIGKILL)
             return -signal.SIGKILL
 
-    def _ask(self, what: Birth | End, descriptors: tuple[int, ...] = ()) -> int:
+    def _ask(self, what: ForkRequest | EndRequest, descriptors: tuple[int, ...] = ()) -> int:
         try:
             return self._line.ask(what, descriptors)
-        except HungUp:
+        except IpcClosed:
             raise HcsimError("the process that starts the ranks has ended: look above for its reason") from None

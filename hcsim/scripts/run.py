@@ -17,25 +17,25 @@ from hcsim.errors import ConfigError
 from hcsim.rng import stream
 from hcsim.runtime.address import split_address
 from hcsim.runtime.frame import HEADER_BYTES
-from hcsim.scripts.attendant import Attendant, Record, flops_per_byte
-from hcsim.scripts.conversation import ended_how
-from hcsim.scripts.environment import Seat
+from hcsim.scripts.environment import RankSpec
 from hcsim.scripts.groups import GroupDirectory, RankGroups
-from hcsim.scripts.processes import Process, Processes
+from hcsim.scripts.ipc import ended_how
+from hcsim.scripts.processes import RankProcess, RankProcesses
+from hcsim.scripts.rank_proxy import RankProxy, RankStats, flops_per_byte
 from hcsim.scripts.store import PORT as STORE_PORT
-from hcsim.scripts.store import StoreLine, StoreService
+from hcsim.scripts.store import StoreClient, StoreService
 from hcsim.telemetry.metrics import HistogramSeries, HostMetrics
 from hcsim.telemetry.trace import Sink
 from hcsim.transport.hello import Wire
 from hcsim.virtual.host import VirtualHost
-from hcsim.virtual.sharing import Resource
+from hcsim.virtual.rate_allocator import Resource
 from hcsim.virtual.world import World
 
 SENT = "hcsim_link_sent_bytes_total"
 FRAMES = "hcsim_link_sent_frames_total"
 
 
-class Load(msgspec.Struct, frozen=True):
+class LinkLoad(msgspec.Struct, frozen=True):
     """The load of one direction of a link, or of another shared resource."""
 
     name: str
@@ -44,7 +44,7 @@ class Load(msgspec.Struct, frozen=True):
     """The fraction of its capacity over the whole run, by the rates at the end."""
 
 
-def loads(world: World, seconds: float) -> tuple[Load, ...]:
+def loads(world: World, seconds: float) -> tuple[LinkLoad, ...]:
     """Return the load of every link that carried data, in order of first use."""
     totals: dict[str, tuple[Resource, float, float]] = {}
     for host in world.hosts:
@@ -58,7 +58,7 @@ def loads(world: World, seconds: float) -> tuple[Load, ...]:
                 _, crossed, taken = totals.get(resource.name, (resource, 0.0, 0.0))
                 totals[resource.name] = resource, crossed + sent_bytes, taken + sent_bytes * share
     return tuple(
-        Load(name, round(crossed), taken / (resource.capacity * seconds) if resource.capacity * seconds else 0.0)
+        LinkLoad(name, round(crossed), taken / (resource.capacity * seconds) if resource.capacity * seconds else 0.0)
         for name, (resource, crossed, taken) in totals.items()
     )
 
@@ -83,9 +83,9 @@ or 2."""
 class ScriptRun(msgspec.Struct, frozen=True):
     """The result of a run."""
 
-    ranks: tuple[Record, ...]
+    ranks: tuple[RankStats, ...]
     seconds: float
-    loads: tuple[Load, ...]
+    loads: tuple[LinkLoad, ...]
     trace_sha256: str
     events: int
     metrics: Mapping[str, HostMetrics]
@@ -99,16 +99,16 @@ class ScriptRun(msgspec.Struct, frozen=True):
 class _ScriptWorld(World):
     """A world of machines that each run one process; a machine's crash ends its process."""
 
-    def __init__(self, scenario: Scenario, sink: Sink | None, processes: Processes, wire: Wire) -> None:
+    def __init__(self, scenario: Scenario, sink: Sink | None, processes: RankProcesses, wire: Wire) -> None:
         super().__init__(scenario, sink=sink)
         self._names = [node.name for node in scenario.nodes]
-        self._records = [Record(rank, name) for rank, name in enumerate(self._names)]
+        self._records = [RankStats(rank, name) for rank, name in enumerate(self._names)]
         self._directory = GroupDirectory(self._names, wire)
-        self._attendants: dict[VirtualHost, Attendant] = {}
+        self._attendants: dict[VirtualHost, RankProxy] = {}
         self._failed: dict[int, tuple[VirtualHost, str]] = {}
         """Ranks whose scripts have failed, with host and reason."""
         self._processes = processes
-        self._running: dict[str, Process] = {}
+        self._running: dict[str, RankProcess] = {}
 
     def host_ended(self, host: VirtualHost, why: str) -> None:
         process = self._running.pop(host.name, None)
@@ -128,11 +128,11 @@ class _ScriptWorld(World):
         if rank == 0:
             host.spawn(StoreService().serve(host, await host.listen(store)), name="store")
         seed = stream(self.scenario.seed, "script", host.name, host.life).getrandbits(32)
-        seat = Seat(rank, len(names), names[0], str(script), arguments, flops_per_byte(host), seed, host.life)
+        seat = RankSpec(rank, len(names), names[0], str(script), arguments, flops_per_byte(host), seed, host.life)
         process = self._running[host.name] = self._processes.start(seat)
         groups = RankGroups(host, rank, self._directory)
         record = self._records[rank]
-        attendant = Attendant(host, process, groups, StoreLine(host, names[0], store), record)
+        attendant = RankProxy(host, process, groups, StoreClient(host, names[0], store), record)
         self._began(host, rank, attendant)
         left = await attendant.attend(partial(say, rank))
         del self._running[host.name]
@@ -148,7 +148,7 @@ class _ScriptWorld(World):
                 host.signal(other, "end", theirs.peer_failed, rank, reason)
         await attendant.end(reason)
 
-    def _began(self, host: VirtualHost, rank: int, attendant: Attendant) -> None:
+    def _began(self, host: VirtualHost, rank: int, attendant: RankProxy) -> None:
         """Notify the new rank of earlier failures, and the other ranks that a failure of this rank's earlier
         incarnation is over."""
         self._failed.pop(rank, None)
@@ -179,11 +179,11 @@ def simulate_script(
     say: Say = lambda rank, stream, text: None,
     wire: Wire | None = None,
     sink: Sink | None = None,
-    processes: Processes | None = None,
+    processes: RankProcesses | None = None,
 ) -> ScriptRun:
     """Run a torch.distributed script on every host of a scenario: one process and one rank each.
 
-    A caller that runs several scripts can share one `Processes` among them, which has torch loaded already."""
+    A caller that runs several scripts can share one `RankProcesses` among them, which has torch loaded already."""
     if not script.is_file():
         raise ConfigError(f"{script}: there is no such script")
     loaded = load_scenario(scenario)
@@ -191,7 +191,7 @@ def simulate_script(
         raise ConfigError(f"{loaded.name} has no [[node]]: there is nobody to run {script.name}")
     path, given = script.resolve(), tuple(arguments)
     with ExitStack() as stack:
-        world = _ScriptWorld(loaded, sink, processes or stack.enter_context(Processes()), wire or Wire())
+        world = _ScriptWorld(loaded, sink, processes or stack.enter_context(RankProcesses()), wire or Wire())
         stack.callback(world.end_processes)
         return world.came_to(world.run_on_all(lambda host: world.attend(host, path, given, say)))
 

@@ -14,8 +14,8 @@ import msgspec
 from hcsim.errors import CallRefused, ChannelError, DeadlineExceeded, HcsimError, UsageError
 from hcsim.runtime.channel import Listener
 from hcsim.runtime.host import Host
-from hcsim.scripts.conversation import Stored
-from hcsim.transport.rpc import Endpoint, Limits, Procedure, Registry
+from hcsim.scripts.ipc import Stored
+from hcsim.transport.rpc import Endpoint, Limits, Procedure, ProcedureRegistry
 
 PORT = 29500
 LINGER_S = 30.0
@@ -24,7 +24,7 @@ more keys. The store outlives its own machine's script by as long, for slower ra
 _MOST_WAIT_S = 1e9
 
 
-class Request(msgspec.Struct, frozen=True, array_like=True):
+class StoreRequest(msgspec.Struct, frozen=True, array_like=True):
     """One operation."""
 
     operation: str
@@ -33,14 +33,14 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
     amount: int
 
 
-class Reply(msgspec.Struct, frozen=True, array_like=True):
+class StoreReply(msgspec.Struct, frozen=True, array_like=True):
     """The result of an operation."""
 
     number: int = 0
     values: tuple[bytes, ...] = ()
 
 
-_STORE = Procedure("store", {"request": Request}, Reply)
+_STORE = Procedure("store", {"request": StoreRequest}, StoreReply)
 _LIMITS = Limits(max_body_bytes=16 << 20)
 """torch stores serialised objects, so values of several MB are common."""
 
@@ -55,33 +55,33 @@ class StoreService:
 
     async def serve(self, host: Host, listener: Listener) -> None:
         """Serve connections at the listener for as long as the host lives."""
-        registry = Registry()
+        registry = ProcedureRegistry()
         registry.serve(_STORE, self.do)
         while True:
             Endpoint(host, await listener.accept(), registry, _LIMITS)
 
-    async def do(self, request: Request) -> Reply:
+    async def do(self, request: StoreRequest) -> StoreReply:
         """Carry out one operation, and wait where the operation waits."""
         keys, values = request.keys, request.values
         match request.operation:
             case "get" | "wait":
                 await self._until(keys)
-                return Reply(values=tuple(self._values[key] for key in keys) if request.operation == "get" else ())
+                return StoreReply(values=tuple(self._values[key] for key in keys) if request.operation == "get" else ())
             case "check":
-                return Reply(int(all(key in self._values for key in keys)))
+                return StoreReply(int(all(key in self._values for key in keys)))
             case "num_keys":
-                return Reply(len(self._values))
+                return StoreReply(len(self._values))
             case "list_keys":
-                return Reply(values=tuple(key.encode() for key in sorted(self._values)))
+                return StoreReply(values=tuple(key.encode() for key in sorted(self._values)))
             case "queue_len":
-                return Reply(len(self._queues.get(keys[0], ())))
+                return StoreReply(len(self._queues.get(keys[0], ())))
             case "queue_pop":
                 return await self._popped(keys[0], wait=bool(request.amount))
         async with self._changed:
             self._changed.notify_all()
             return self._change(request.operation, keys, values, request.amount)
 
-    def _change(self, operation: str, keys: Sequence[str], values: Sequence[bytes], amount: int) -> Reply:
+    def _change(self, operation: str, keys: Sequence[str], values: Sequence[bytes], amount: int) -> StoreReply:
         key, store = keys[0], self._values
         match operation:
             case "set":
@@ -92,36 +92,36 @@ class StoreService:
                 except ValueError:
                     raise CallRefused(f"{key} is {store[key][:40]!r}: nothing can be added to that") from None
                 store[key] = str(total).encode()
-                return Reply(total)
+                return StoreReply(total)
             case "compare_set":
                 expected, desired = values
                 if store.get(key, b"") == expected:
                     store[key] = desired
-                return Reply(values=(store.get(key, expected),))
+                return StoreReply(values=(store.get(key, expected),))
             case "append":
                 store[key] = store.get(key, b"") + values[0]
             case "delete_key":
-                return Reply(int(store.pop(key, None) is not None))
+                return StoreReply(int(store.pop(key, None) is not None))
             case "queue_push":
                 self._queues.setdefault(key, deque()).append(values[0])
             case unknown:
                 raise CallRefused(f"a store does not {unknown}")
-        return Reply()
+        return StoreReply()
 
     async def _until(self, keys: Sequence[str]) -> None:
         async with self._changed:
             await self._changed.wait_for(lambda: all(key in self._values for key in keys))
 
-    async def _popped(self, key: str, *, wait: bool) -> Reply:
+    async def _popped(self, key: str, *, wait: bool) -> StoreReply:
         async with self._changed:
             if wait:
                 await self._changed.wait_for(lambda: bool(self._queues.get(key)))
             if not self._queues.get(key):
                 raise CallRefused(f"the queue {key} is empty")
-            return Reply(values=(self._queues[key].popleft(),))
+            return StoreReply(values=(self._queues[key].popleft(),))
 
 
-class StoreLine:
+class StoreClient:
     """One rank's connection to the store, opened on first use."""
 
     def __init__(self, host: Host, keeper: str, address: str) -> None:
@@ -149,7 +149,7 @@ class StoreLine:
             if not limit.expired():
                 limit.reschedule(when_s)
 
-    async def do(self, asked: Stored) -> Reply:
+    async def do(self, asked: Stored) -> StoreReply:
         """Carry out the operation within the rank's timeout, or the shorter limit of `hurry`."""
         try:
             async with asyncio.timeout(None) as limit:
@@ -166,9 +166,9 @@ class StoreLine:
             why = self._hurried[0] if self._hurried is not None else "a script had failed"
             raise HcsimError(f"{asked.operation} of {', '.join(asked.keys)}: {why}") from None
 
-    async def _done(self, asked: Stored) -> Reply:
+    async def _done(self, asked: Stored) -> StoreReply:
         limit_s = _MOST_WAIT_S if asked.timeout_s is None else max(asked.timeout_s, 1e-3)
-        request = Request(asked.operation, asked.keys, asked.values, asked.amount)
+        request = StoreRequest(asked.operation, asked.keys, asked.values, asked.amount)
         what = f"{asked.operation} of {', '.join(asked.keys)}"
         try:
             async with self._host.clock.timeout(limit_s):

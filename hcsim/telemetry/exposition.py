@@ -10,13 +10,13 @@ from prometheus_client.exposition import choose_encoder, generate_latest
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 
-from hcsim.telemetry.metrics import DURATIONS_S, CounterSeries, HistogramSeries, HostMetrics, Kind, Metric, Series
+from hcsim.telemetry.metrics import DURATIONS_S, CounterSeries, HistogramSeries, HostMetrics, Metric, MetricKind, Series
 from hcsim.telemetry.trace import Event
 
-_FAMILIES: dict[Kind, Callable[..., Family]] = {
-    Kind.COUNTER: CounterMetricFamily,
-    Kind.GAUGE: GaugeMetricFamily,
-    Kind.HISTOGRAM: HistogramMetricFamily,
+_FAMILIES: dict[MetricKind, Callable[..., Family]] = {
+    MetricKind.COUNTER: CounterMetricFamily,
+    MetricKind.GAUGE: GaugeMetricFamily,
+    MetricKind.HISTOGRAM: HistogramMetricFamily,
 }
 
 

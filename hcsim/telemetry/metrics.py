@@ -21,7 +21,7 @@ import msgspec
 from hcsim.errors import UsageError
 
 
-class Kind(Enum):
+class MetricKind(Enum):
     """The type of a metric."""
 
     COUNTER = "counter"
@@ -39,7 +39,7 @@ class Metric(msgspec.Struct, frozen=True):
     """One line of the table."""
 
     name: str
-    kind: Kind
+    kind: MetricKind
     help: str
     labels: tuple[str, ...] = ()
 
@@ -51,15 +51,15 @@ class Metric(msgspec.Struct, frozen=True):
 
 
 def _counter(name: str, help: str, *labels: str) -> Metric:
-    return Metric(name, Kind.COUNTER, help, labels)
+    return Metric(name, MetricKind.COUNTER, help, labels)
 
 
 def _gauge(name: str, help: str, *labels: str) -> Metric:
-    return Metric(name, Kind.GAUGE, help, labels)
+    return Metric(name, MetricKind.GAUGE, help, labels)
 
 
 def _histogram(name: str, help: str, *labels: str) -> Metric:
-    return Metric(name, Kind.HISTOGRAM, help, labels)
+    return Metric(name, MetricKind.HISTOGRAM, help, labels)
 
 
 GROUPS: dict[str, tuple[Metric, ...]] = {
@@ -214,10 +214,10 @@ S = TypeVar("S", CounterSeries, GaugeSeries, HistogramSeries)
 Labels = tuple[tuple[str, str], ...]
 _Key = tuple[str, Labels]
 
-_KINDS: dict[type[Series], Kind] = {
-    CounterSeries: Kind.COUNTER,
-    GaugeSeries: Kind.GAUGE,
-    HistogramSeries: Kind.HISTOGRAM,
+_KINDS: dict[type[Series], MetricKind] = {
+    CounterSeries: MetricKind.COUNTER,
+    GaugeSeries: MetricKind.GAUGE,
+    HistogramSeries: MetricKind.HISTOGRAM,
 }
 
 

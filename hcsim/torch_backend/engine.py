@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 
-class Place(msgspec.Struct, frozen=True):
+class GroupSpec(msgspec.Struct, frozen=True):
     """This process's membership of a group to be formed."""
 
     name: str
@@ -24,14 +24,14 @@ class Place(msgspec.Struct, frozen=True):
     rank: int
     size: int
     timeout_s: float
-    parent: Line | None = None
+    parent: EngineGroup | None = None
     """The group of the whole program, if this group consists of some of its ranks and both have the same
     engine."""
     ranks: tuple[int, ...] = ()
     """The parent's ranks that form this group, in this group's order."""
 
 
-class Pending(Protocol):
+class PendingCall(Protocol):
     """A call in flight."""
 
     def done(self) -> bool:
@@ -44,13 +44,13 @@ class Pending(Protocol):
         """Run the callback after the end, in a thread of the engine's choice, or at once if the call has ended."""
 
 
-class Line(Protocol):
+class EngineGroup(Protocol):
     """This process's handle of one group."""
 
     rank: int
     size: int
 
-    def start(self, call: GroupCall, arrays: Sequence[Array]) -> Pending:
+    def start(self, call: GroupCall, arrays: Sequence[Array]) -> PendingCall:
         """Start a call. The arrays are flat; the call owns them until it ends.
 
         All ranks start collectives in the same order. Safe to call from any thread."""
@@ -65,7 +65,7 @@ class Line(Protocol):
 class Engine(Protocol):
     """Opens groups."""
 
-    def open(self, place: Place, store: Store) -> Line:
+    def open(self, place: GroupSpec, store: Store) -> EngineGroup:
         """Join the group. All ranks of the group call this; the store serves as the rendezvous."""
 
 

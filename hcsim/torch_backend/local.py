@@ -29,9 +29,9 @@ from hcsim.real.keys import beside_a_node, default_home, load_credentials
 from hcsim.real.tls import ClusterTls
 from hcsim.runtime.address import address_at
 from hcsim.runtime.host import Host
-from hcsim.torch_backend.engine import Place
+from hcsim.torch_backend.engine import GroupSpec
 from hcsim.transport.admission import AdmittedHost
-from hcsim.transport.hello import Membership, Wire
+from hcsim.transport.hello import GroupMembership, Wire
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -46,7 +46,7 @@ _WATCH_S = 2.0
 half an hour."""
 
 
-class Way(msgspec.Struct, frozen=True):
+class NetworkSettings(msgspec.Struct, frozen=True):
     """Network settings of a process, by which the ranks of a program reach each other. They are decided before
     its first group."""
 
@@ -57,7 +57,7 @@ class Way(msgspec.Struct, frozen=True):
     insecure: bool = False
 
 
-def way_of(environment: Mapping[str, str]) -> Way:
+def way_of(environment: Mapping[str, str]) -> NetworkSettings:
     """Return the settings from the variables that torchrun and the user set."""
     name = environment.get(CLUSTER, "")
     insecure = environment.get(INSECURE, "") not in ("", "0")
@@ -65,14 +65,14 @@ def way_of(environment: Mapping[str, str]) -> Way:
     hosts = given or (("127.0.0.1",) if _all_here(environment) else reachable_at(list_interfaces()))
     if name:
         # Several ranks may run on this machine, and its own node beside them.
-        return Way(hosts, beside_a_node(load_credentials(default_home(), name, host_name())), insecure)
+        return NetworkSettings(hosts, beside_a_node(load_credentials(default_home(), name, host_name())), insecure)
     if not insecure and not all(_is_loopback(host) for host in hosts):
         raise ConfigError(
             f"the ranks of this program are on several machines ({', '.join(hosts)}), and nothing protects what they"
             f" send: set {CLUSTER} to a cluster that all of them have joined (hcsim cluster create), or {INSECURE}=1"
             " where you trust everybody on the network"
         )
-    return Way(hosts, None, insecure)
+    return NetworkSettings(hosts, None, insecure)
 
 
 def _all_here(environment: Mapping[str, str]) -> bool:
@@ -93,7 +93,7 @@ def _is_loopback(host: str) -> bool:
         return False
 
 
-class LocalPending:
+class LocalCall:
     """A call in flight in the event loop's thread."""
 
     __slots__ = ("_acts", "_error", "_guard", "_outcome", "_over")
@@ -118,7 +118,7 @@ class LocalPending:
         return self._outcome
 
     def on_done(self, act: Callable[[], None]) -> None:
-        """See `Pending.on_done`. The callback runs in the loop's thread or the caller's."""
+        """See `PendingCall.on_done`. The callback runs in the loop's thread or the caller's."""
         with self._guard:
             if self._acts is not None:
                 self._acts.append(act)
@@ -134,11 +134,11 @@ class LocalPending:
             act()
 
 
-class LocalLine:
+class LocalGroup:
     """This rank's side of a group."""
 
     def __init__(
-        self, engine: LocalEngine, group: Group, *, whole: LocalLine | None = None, counted: Sequence[int] = ()
+        self, engine: LocalEngine, group: Group, *, whole: LocalGroup | None = None, counted: Sequence[int] = ()
     ) -> None:
         """`whole` is the parent group's line, with which a subgroup ends. `counted` translates the ranks in the
         group's errors to the program's, if they differ."""
@@ -152,19 +152,19 @@ class LocalLine:
         self.rank = group.rank
         self.size = group.size
 
-    def start(self, call: GroupCall, arrays: Sequence[Array]) -> LocalPending:
-        pending = LocalPending()
+    def start(self, call: GroupCall, arrays: Sequence[Array]) -> LocalCall:
+        pending = LocalCall()
         self._engine.hand_over(self._begin, call, arrays, pending)
         return pending
 
-    def subgroup(self, ranks: Sequence[int]) -> LocalLine:
+    def subgroup(self, ranks: Sequence[int]) -> LocalGroup:
         async def make() -> Group:
             return self._group.subgroup(ranks)
 
-        return LocalLine(self._engine, self._engine.run(make()), whole=self)
+        return LocalGroup(self._engine, self._engine.run(make()), whole=self)
 
     def close(self) -> None:
-        """See `Line.close`. Sends that no peer receives are dropped after the group's timeout."""
+        """See `EngineGroup.close`. Sends that no peer receives are dropped after the group's timeout."""
         if not self._part:
             if not self._engine.forked:
                 self._engine.run(self._flush())
@@ -176,7 +176,7 @@ class LocalLine:
                 await asyncio.gather(*self._given, return_exceptions=True)
 
     def abort(self) -> None:
-        """See `Line.abort`. Without calls in flight, peers see a graceful close."""
+        """See `EngineGroup.abort`. Without calls in flight, peers see a graceful close."""
         if not self._engine.forked:
             self._engine.run(self._give_up())
         if not self._part:
@@ -186,7 +186,7 @@ class LocalLine:
         if self._under_way:
             self._group.fail("the program destroyed the process group while calls were under way")
 
-    def _begin(self, call: GroupCall, arrays: Sequence[Array], pending: LocalPending) -> None:
+    def _begin(self, call: GroupCall, arrays: Sequence[Array], pending: LocalCall) -> None:
         """Start the call, in the loop's thread. The operation's own task is used as it is: a wrapper task would
         only cost time."""
         try:
@@ -214,7 +214,7 @@ class LocalLine:
 class LocalEngine:
     """This process as a host."""
 
-    def __init__(self, way: Way) -> None:
+    def __init__(self, way: NetworkSettings) -> None:
         self._way = way
         self.forked = False
         """Whether this is a forked child of the engine's process: the thread and the groups exist only in the
@@ -228,19 +228,19 @@ class LocalEngine:
         atexit.register(self._leave)
         os.register_at_fork(after_in_child=self._stay_behind)
 
-    def open(self, place: Place, store: Store) -> LocalLine:
-        if isinstance(place.parent, LocalLine):
+    def open(self, place: GroupSpec, store: Store) -> LocalGroup:
+        if isinstance(place.parent, LocalGroup):
             return place.parent.subgroup(place.ranks)
         listener = self.run(self._host.listen(address_at(self._way.hosts, 0)))
         port = listener.address.rpartition(":")[2]
         addresses = _meet(place, store, address_at(self._way.hosts, int(port)))
         # A rank may call late, as long as the group's own time allows: ranks open links when they first need them.
-        us = Membership(place.rank, addresses, name=place.name, wire=Wire(connect_timeout_s=place.timeout_s))
+        us = GroupMembership(place.rank, addresses, name=place.name, wire=Wire(connect_timeout_s=place.timeout_s))
         options = Options(timeout_s=place.timeout_s, watch_s=_WATCH_S)
         group = self.run(Group.open(self._host, us, options, listener))
         self._groups.append(group)
         self.hand_over(self._fail_groups)
-        return LocalLine(self, group, counted=place.ranks)
+        return LocalGroup(self, group, counted=place.ranks)
 
     def close(self, group: Group) -> None:
         """Leave a group that was opened here; idempotent."""
@@ -309,7 +309,7 @@ def _recounted(error: BaseException, counted: Sequence[int]) -> BaseException:
     return again
 
 
-def _meet(place: Place, store: Store, ours: str) -> tuple[str, ...]:
+def _meet(place: GroupSpec, store: Store, ours: str) -> tuple[str, ...]:
     """Exchange addresses through the store; return them by rank. The last rank deletes the keys, for a later
     group that uses the same store."""
     keys = [f"hcsim/{rank}" for rank in range(place.size)]

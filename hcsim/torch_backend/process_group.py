@@ -23,13 +23,13 @@ from torch.distributed import ProcessGroup, ReduceOp
 
 from hcsim.calls import ANY_SOURCE, Compression, GroupCall, check_compressor
 from hcsim.errors import CollectiveTimeout, HcsimError
-from hcsim.torch_backend.engine import Engine, Line, Pending, Place, chosen_engine
+from hcsim.torch_backend.engine import Engine, EngineGroup, GroupSpec, PendingCall, chosen_engine
 from hcsim.torch_backend.options import DEVICES, NAME, Options
-from hcsim.torch_backend.tensors import Factor, Flat, Staging
+from hcsim.torch_backend.tensors import Factor, FlatTensors, Staging
 from hcsim.torch_backend.work import CallTimedOut, PendingWork, translated
 
 Tensors: TypeAlias = list[Tensor] | Tensor
-Started: TypeAlias = tuple[Pending, Sequence[Flat]]
+StartedCall: TypeAlias = tuple[PendingCall, Sequence[FlatTensors]]
 """A call in flight, and the flat arrays to copy back into tensors after it."""
 
 _REDUCTIONS = {
@@ -55,7 +55,7 @@ def create(options: Any, backend_options: object | None) -> ProcessGroup:
     whole = dist.group.WORLD if ranks and dist.is_initialized() else None
     parent = whole.line if isinstance(whole, HcsimGroup) else None
     timeout_s = options.timeout.total_seconds()
-    place = Place(options.group_id, options.group_rank, options.group_size, timeout_s, parent, ranks)
+    place = GroupSpec(options.group_id, options.group_rank, options.group_size, timeout_s, parent, ranks)
     return HcsimGroup(_engine().open(place, options.store), options.store, timeout_s, chosen, ranks)
 
 
@@ -78,9 +78,11 @@ def _options(given: object | None) -> Options:
 
 
 class HcsimGroup(ProcessGroup):
-    """A process group whose calls are carried out by a `Line`."""
+    """A process group whose calls are carried out by a `EngineGroup`."""
 
-    def __init__(self, line: Line, store: Store, timeout_s: float, options: Options, ranks: Sequence[int] = ()) -> None:
+    def __init__(
+        self, line: EngineGroup, store: Store, timeout_s: float, options: Options, ranks: Sequence[int] = ()
+    ) -> None:
         """`ranks` are the members' ranks in the whole program; empty if the group is the whole program."""
         super().__init__(line.rank, line.size)  # type: ignore[call-arg]  # the form of a Python group
         self.line = line
@@ -147,7 +149,7 @@ class HcsimGroup(ProcessGroup):
 
     def allreduce_compressed(self, tensor: Tensor, compression: Compression, *, mean: bool = True) -> PendingWork:
         """Average or sum the tensors of all ranks in place, with this compression."""
-        flat = Flat([tensor], reduced=True)
+        flat = FlatTensors([tensor], reduced=True)
         call = GroupCall(operation="all_reduce", op="mean" if mean else "sum", compression=compression)
         return self._work([self._start(call, None, [flat], [flat])], [tensor])
 
@@ -157,7 +159,7 @@ class HcsimGroup(ProcessGroup):
 
     def broadcast(self, tensors: Tensors, opts: Any) -> PendingWork:
         (tensor,) = _listed(tensors)
-        flat = Flat([tensor], read=self.rank() == opts.rootRank)
+        flat = FlatTensors([tensor], read=self.rank() == opts.rootRank)
         call = GroupCall(operation="broadcast", root=opts.rootRank)
         return self._work([self._start(call, opts, [flat], [] if self.rank() == opts.rootRank else [flat])], [tensor])
 
@@ -185,15 +187,15 @@ class HcsimGroup(ProcessGroup):
 
     def gather(self, output_tensors: list[list[Tensor]], input_tensors: list[Tensor], opts: Any) -> PendingWork:
         outputs = output_tensors[0] if self.rank() == opts.rootRank else []
-        flats = [Flat(input_tensors), *([Flat(outputs, read=False)] if outputs else [])]
+        flats = [FlatTensors(input_tensors), *([FlatTensors(outputs, read=False)] if outputs else [])]
         _check_alike(flats, self.size())
         call = GroupCall(operation="gather", root=opts.rootRank)
         return self._work([self._start(call, opts, flats, flats[1:])], outputs)
 
     def scatter(self, output_tensors: list[Tensor], input_tensors: list[list[Tensor]], opts: Any) -> PendingWork:
         """Send each rank its tensor of the root's list."""
-        target = Flat(output_tensors, read=False)
-        flats = [target, *([Flat(input_tensors[0])] if self.rank() == opts.rootRank else [])]
+        target = FlatTensors(output_tensors, read=False)
+        flats = [target, *([FlatTensors(input_tensors[0])] if self.rank() == opts.rootRank else [])]
         _check_alike(flats, self.size())
         call = GroupCall(operation="scatter", root=opts.rootRank)
         return self._work([self._start(call, opts, flats, [target])], output_tensors)
@@ -217,7 +219,7 @@ class HcsimGroup(ProcessGroup):
 
     def alltoall(self, output_tensors: list[Tensor], input_tensors: list[Tensor], opts: Any = None) -> PendingWork:
         """Send the i-th tensor to rank i, and receive one from each rank."""
-        target, source = Flat(output_tensors, read=False), Flat(input_tensors)
+        target, source = FlatTensors(output_tensors, read=False), FlatTensors(input_tensors)
         call = GroupCall(operation="all_to_all", counts=tuple(source.lengths), received=tuple(target.lengths))
         return self._work([self._start(call, opts, [source, target], [target])], output_tensors)
 
@@ -226,7 +228,7 @@ class HcsimGroup(ProcessGroup):
     ) -> PendingWork:
         """Exchange parts of one tensor, split along its first dimension: in equal parts unless the splits say
         otherwise."""
-        here, there = Flat([source]), Flat([output], read=False)
+        here, there = FlatTensors([source]), FlatTensors([output], read=False)
         call = GroupCall(
             operation="all_to_all",
             counts=_split(source, input_splits, self.size()),
@@ -251,10 +253,10 @@ class HcsimGroup(ProcessGroup):
 
     def send(self, tensors: list[Tensor], dst: int, tag: int = 0) -> PendingWork:
         call = GroupCall(operation="send", root=dst, tag=tag)
-        return self._work([self._start(call, None, [Flat(tensors)], [])], tensors)
+        return self._work([self._start(call, None, [FlatTensors(tensors)], [])], tensors)
 
     def recv(self, tensors: list[Tensor], src: int, tag: int = 0) -> PendingWork:
-        flat = Flat(tensors, read=False)
+        flat = FlatTensors(tensors, read=False)
         return self._work([self._start(GroupCall(operation="recv", root=src, tag=tag), None, [flat], [flat])], tensors)
 
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> PendingWork:
@@ -281,8 +283,8 @@ class HcsimGroup(ProcessGroup):
 
     # What the calls have in common.
 
-    def _reduce(self, tensor: Tensor, opts: Any, call: GroupCall) -> Started:
-        flat = Flat([tensor], reduced=True, factor=_factor(opts))
+    def _reduce(self, tensor: Tensor, opts: Any, call: GroupCall) -> StartedCall:
+        flat = FlatTensors([tensor], reduced=True, factor=_factor(opts))
         call = _reducing(call, opts)
         if call.operation == "all_reduce" and call.op in _COMPRESSED and self._compresses(tensor):
             chosen = self._options
@@ -296,18 +298,25 @@ class HcsimGroup(ProcessGroup):
         fits = tensor.is_floating_point() and tensor.dtype != torch.float64  # what is encoded are float32s
         return bool(self._options.compression) and large and fits
 
-    def _gather(self, outputs: list[Tensor], source: Tensor, opts: Any) -> Started:
-        target = Flat(outputs, read=False)
+    def _gather(self, outputs: list[Tensor], source: Tensor, opts: Any) -> StartedCall:
+        target = FlatTensors(outputs, read=False)
         counts = tuple(target.lengths) if len(outputs) > 1 else ()
-        return self._start(GroupCall(operation="all_gather", counts=counts), opts, [Flat([source]), target], [target])
+        return self._start(
+            GroupCall(operation="all_gather", counts=counts), opts, [FlatTensors([source]), target], [target]
+        )
 
-    def _reduce_scatter(self, output: Tensor, parts: list[Tensor], opts: Any) -> Started:
-        source, target = Flat(parts, reduced=True, factor=_factor(opts)), Flat([output], reduced=True, read=False)
+    def _reduce_scatter(self, output: Tensor, parts: list[Tensor], opts: Any) -> StartedCall:
+        source, target = (
+            FlatTensors(parts, reduced=True, factor=_factor(opts)),
+            FlatTensors([output], reduced=True, read=False),
+        )
         counts = tuple(source.lengths) if len(parts) > 1 else ()
         call = _reducing(GroupCall(operation="reduce_scatter", counts=counts), opts)
         return self._start(call, opts, [source, target], [target])
 
-    def _start(self, call: GroupCall, opts: Any, flats: Sequence[Flat], filled: Sequence[Flat]) -> Started:
+    def _start(
+        self, call: GroupCall, opts: Any, flats: Sequence[FlatTensors], filled: Sequence[FlatTensors]
+    ) -> StartedCall:
         limit_s = opts.timeout.total_seconds() if opts is not None else 0.0
         if limit_s <= 0:
             limit_s = self._timeout_s
@@ -315,7 +324,7 @@ class HcsimGroup(ProcessGroup):
         arrays = [flat.array for flat in flats]
         return self._staging.start(flats, lambda: self.line.start(call, arrays)), filled
 
-    def _work(self, started: Sequence[Started], results: list[Tensor]) -> PendingWork:
+    def _work(self, started: Sequence[StartedCall], results: list[Tensor]) -> PendingWork:
         def deliver() -> None:
             for _, filled in started:
                 for flat in filled:
@@ -344,7 +353,7 @@ def _factor(opts: Any) -> Factor | None:
     return factor
 
 
-def _check_alike(flats: Sequence[Flat], size: int) -> None:
+def _check_alike(flats: Sequence[FlatTensors], size: int) -> None:
     """Reject a list of the root of a gather or a scatter whose tensors do not all have the length of the other
     ranks' tensors."""
     ours, *lists = (flat.lengths for flat in flats)
@@ -398,7 +407,7 @@ def _counts(group: HcsimGroup, ours: int, opts: Any) -> list[int]:
     return [int(count) for count in counts]
 
 
-def _monitored_barrier(line: Line, timeout_s: float, ranks: Sequence[int], *, name_all: bool) -> None:
+def _monitored_barrier(line: EngineGroup, timeout_s: float, ranks: Sequence[int], *, name_all: bool) -> None:
     """Wait for all ranks: every rank reports to rank 0, which releases all or names the absent ranks.
 
     `ranks` are the members' ranks in the whole program. With `name_all` rank 0 names all absent ranks rather
@@ -419,12 +428,12 @@ def _monitored_barrier(line: Line, timeout_s: float, ranks: Sequence[int], *, na
         raise translated(trouble) from trouble
 
 
-def _begin_message(line: Line, operation: str, rank: int, timeout_s: float) -> Pending:
+def _begin_message(line: EngineGroup, operation: str, rank: int, timeout_s: float) -> PendingCall:
     call = GroupCall(operation=operation, root=rank, tag=_BARRIER_TAG, timeout_s=timeout_s)
     return line.start(call, [np.zeros(1, np.uint8)])
 
 
-def _troubles(messages: dict[int, Pending]) -> dict[int, HcsimError]:
+def _troubles(messages: dict[int, PendingCall]) -> dict[int, HcsimError]:
     troubles = {}
     for rank, message in messages.items():
         try:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from hcsim.collectives.buffers import Array
 from hcsim.errors import DeadlineExceeded
-from hcsim.torch_backend.engine import Pending
+from hcsim.torch_backend.engine import PendingCall
 
 Factor: TypeAlias = float | Tensor
 
@@ -34,7 +34,7 @@ _BY_WIDTH = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Other dtypes travel as integers of the same width: they can be moved, but not reduced."""
 
 
-class Flat:
+class FlatTensors:
     """One or several tensors as one flat array."""
 
     def __init__(
@@ -100,10 +100,10 @@ def _array(flat: Tensor) -> Array:
     return array.view(ml_dtypes.bfloat16) if flat.dtype == torch.bfloat16 else array
 
 
-class StagedPending:
+class StagedCall:
     """A call that will be started once its tensors are copied."""
 
-    def __init__(self, started: Future[Pending]) -> None:
+    def __init__(self, started: Future[PendingCall]) -> None:
         self._started = started
 
     def done(self) -> bool:
@@ -119,7 +119,7 @@ class StagedPending:
         return pending.wait(timeout_s)
 
     def on_done(self, act: Callable[[], None]) -> None:
-        def follow(started: Future[Pending]) -> None:
+        def follow(started: Future[PendingCall]) -> None:
             if started.exception() is None:
                 started.result().on_done(act)
             else:
@@ -135,14 +135,14 @@ class Staging:
         self._worker: ThreadPoolExecutor | None = None
         self._guard = threading.Lock()
 
-    def start(self, flats: Sequence[Flat], begin: Callable[[], Pending]) -> Pending:
+    def start(self, flats: Sequence[FlatTensors], begin: Callable[[], PendingCall]) -> PendingCall:
         """Start the call at once. From the first call with tensors on a device on, queue the calls instead."""
         with self._guard:
             if self._worker is None:
                 if not any(flat.staged for flat in flats):
                     return begin()
                 self._worker = ThreadPoolExecutor(1, "hcsim staging")
-            return StagedPending(self._worker.submit(_begin_when_copied, flats, begin))
+            return StagedCall(self._worker.submit(_begin_when_copied, flats, begin))
 
     def close(self) -> None:
         """Start the queued calls, and accept no more."""
@@ -152,7 +152,7 @@ class Staging:
                 self._worker = None
 
 
-def _begin_when_copied(flats: Sequence[Flat], begin: Callable[[], Pending]) -> Pending:
+def _begin_when_copied(flats: Sequence[FlatTensors], begin: Callable[[], PendingCall]) -> PendingCall:
     for flat in flats:
         flat.copied()
     return begin()

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed import DistBackendError, Work
 
 from hcsim.errors import CollectiveError, CollectiveTimeout, DeadlineExceeded, UsageError
-from hcsim.torch_backend.engine import Pending
+from hcsim.torch_backend.engine import PendingCall
 
 
 class CallFailed(DistBackendError):
@@ -58,7 +58,7 @@ def translated(error: BaseException) -> BaseException:
 class PendingWork(Work):
     """One or several calls that were started together."""
 
-    def __init__(self, pending: Sequence[Pending], results: list[Tensor], deliver: Callable[[], None]) -> None:
+    def __init__(self, pending: Sequence[PendingCall], results: list[Tensor], deliver: Callable[[], None]) -> None:
         """`results` are the tensors that hold the results, once `deliver` has copied them there."""
         super().__init__()
         self.pending = pending

@@ -19,7 +19,7 @@ from hcsim.training.task import Flat, Indices, Task, backward_work, forward_work
 T = TypeVar("T")
 
 
-class Ledger:
+class TimeAccounting:
     """Seconds by purpose, on this rank's clock."""
 
     def __init__(self, host: Host) -> None:
@@ -42,7 +42,7 @@ class Learner:
     def __init__(self, host: Host, task: Task, optimizer: Optimizer, seed: int) -> None:
         self.host = host
         self.task = task
-        self.ledger = Ledger(host)
+        self.ledger = TimeAccounting(host)
         self.replica = task.replica(seed, host.device.torch_name)
         self.layout = self.replica.layout
         self.stepper = optimizer.open(self.replica.parameters)

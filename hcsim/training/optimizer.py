@@ -22,7 +22,7 @@ from hcsim.training.layout import FLOAT_BYTES
 from hcsim.training.task import Flat
 
 Array: TypeAlias = npt.NDArray[np.float32]
-State: TypeAlias = dict[str, npt.NDArray[np.generic]]
+OptimizerStateDict: TypeAlias = dict[str, npt.NDArray[np.generic]]
 
 CHUNK = 1 << 16
 """The elements of a temporary array, which stays in the cache."""
@@ -34,10 +34,10 @@ class Stepper(Protocol):
     def step(self, gradients: Flat, lr: float | None = None) -> None:
         """Change the parameters; `lr` replaces the configured learning rate in this call."""
 
-    def state(self) -> State:
+    def state(self) -> OptimizerStateDict:
         """Return a copy of the state, for a checkpoint or a newcomer."""
 
-    def restore(self, state: State) -> None: ...
+    def restore(self, state: OptimizerStateDict) -> None: ...
 
 
 class Optimizer(Protocol):
@@ -102,10 +102,10 @@ class _Idle:
     def step(self, gradients: Flat, lr: float | None = None) -> None:
         pass
 
-    def state(self) -> State:
+    def state(self) -> OptimizerStateDict:
         return {}
 
-    def restore(self, state: State) -> None:
+    def restore(self, state: OptimizerStateDict) -> None:
         pass
 
 
@@ -128,10 +128,10 @@ class _SgdStepper:
                 g = g + np.float32(self._rule.momentum) * m if self._rule.nesterov else m
             p -= np.float32(self._rule.lr if lr is None else lr) * g
 
-    def state(self) -> State:
+    def state(self) -> OptimizerStateDict:
         return {"momentum": self._momentum.copy()}
 
-    def restore(self, state: State) -> None:
+    def restore(self, state: OptimizerStateDict) -> None:
         _refill(self._momentum, "momentum", state)
 
 
@@ -157,10 +157,10 @@ class _AdamWStepper:
             square += np.float32(1 - rule.beta2) * (g * g)
             p -= size * (mean / (np.sqrt(square) / correction + np.float32(rule.eps)))
 
-    def state(self) -> State:
+    def state(self) -> OptimizerStateDict:
         return {"mean": self._mean.copy(), "square": self._square.copy(), "steps": self._steps.copy()}
 
-    def restore(self, state: State) -> None:
+    def restore(self, state: OptimizerStateDict) -> None:
         for name, array in (("mean", self._mean), ("square", self._square), ("steps", self._steps)):
             _refill(array, name, state)
 
@@ -198,7 +198,7 @@ def _chunks(parameters: Array, gradients: Flat) -> list[tuple[slice, Array]]:
     return [(part := slice(at, at + CHUNK), gradients[part]) for at in range(0, len(parameters), CHUNK)]
 
 
-def _refill(array: npt.NDArray[np.generic], name: str, state: State) -> None:
+def _refill(array: npt.NDArray[np.generic], name: str, state: OptimizerStateDict) -> None:
     if name not in state or state[name].shape != array.shape:
         there = state[name].shape if name in state else "nothing"
         raise UsageError(f"the optimizer's state is of other parameters: {name} is {there}, not {array.shape}")

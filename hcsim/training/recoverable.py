@@ -51,7 +51,7 @@ from hcsim.training.task import Flat
 Held: TypeAlias = dict[str, "npt.NDArray[np.generic] | Phantom"]
 
 
-class Tally(NamedTuple):
+class LocalProgress(NamedTuple):
     """The progress of a member since the last exchange."""
 
     samples: int = 0
@@ -72,10 +72,10 @@ class Recoverable(Protocol):
     def adopt(self, held: Mapping[str, npt.NDArray[np.generic] | Phantom], step: int) -> None:
         """Go on from the shared state of another member after `step` steps."""
 
-    def tally(self, run: Run) -> Tally:
+    def tally(self, run: Run) -> LocalProgress:
         """Return this member's progress, for the other members."""
 
-    def take_up(self, tallies: Sequence[Tally]) -> None:
+    def take_up(self, tallies: Sequence[LocalProgress]) -> None:
         """Take over the progress of all members, by their new ranks."""
 
     def compresses(self, group: Group) -> bool:
@@ -106,11 +106,11 @@ class Replicated:
         _fill(self.alike, held["parameters"])
         _restore(self._learner.stepper, held)
 
-    def tally(self, run: Run) -> Tally:
+    def tally(self, run: Run) -> LocalProgress:
         """Return the run's step: every step taken is agreed on."""
-        return Tally(0, run.step)
+        return LocalProgress(0, run.step)
 
-    def take_up(self, tallies: Sequence[Tally]) -> None: ...
+    def take_up(self, tallies: Sequence[LocalProgress]) -> None: ...
 
     def compresses(self, group: Group) -> bool:
         return True
@@ -128,7 +128,7 @@ class Replicated:
             await run.settle(step, partial(run.update, step), loss)
 
 
-class InHomes(Replicated):
+class HierarchicalReplicated(Replicated):
     """One member of each home represents it in the exchange between homes."""
 
     def compresses(self, group: Group) -> bool:
@@ -192,10 +192,10 @@ class Periodic:
         _restore(self._outer, held)
         self._again(step)
 
-    def tally(self, run: Run) -> Tally:
-        return Tally(self._samples[run.group.rank] if self._samples else 0, self._step)
+    def tally(self, run: Run) -> LocalProgress:
+        return LocalProgress(self._samples[run.group.rank] if self._samples else 0, self._step)
 
-    def take_up(self, tallies: Sequence[Tally]) -> None:
+    def take_up(self, tallies: Sequence[LocalProgress]) -> None:
         """Take over the progress of all members. A member that has taken no step, while others have, skips this
         period."""
         self._samples = [tally.samples for tally in tallies]

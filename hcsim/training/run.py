@@ -21,7 +21,7 @@ from hcsim.config.training import Training
 from hcsim.runtime.host import Host, Work
 from hcsim.training.data import Batches
 from hcsim.training.layout import Bucket
-from hcsim.training.learner import Learner, Ledger, digest
+from hcsim.training.learner import Learner, TimeAccounting, digest
 from hcsim.training.optimizer import scaled_lr, warmup
 from hcsim.training.task import Flat, Score, Task
 
@@ -29,7 +29,7 @@ _LABELS = {"compute": "compute", "encode": "encode", "exchange": "wait"}
 """The ledger's purposes, by their names in the metrics: time in exchanges is time in which training stood still."""
 
 
-class Reached(Protocol):
+class StepProgress(Protocol):
     """The progress of training after a step."""
 
     @property
@@ -47,7 +47,7 @@ class Reached(Protocol):
 class StepMeter:
     """Reports the duration of each step to a host's metrics."""
 
-    def __init__(self, host: Host, ledger: Ledger) -> None:
+    def __init__(self, host: Host, ledger: TimeAccounting) -> None:
         metrics = host.metrics
         self._spent_s = ledger.seconds
         self._busy = metrics.counter("hcsim_collectives_busy_seconds_total")
@@ -67,7 +67,7 @@ class StepMeter:
         self._before = now
         return {purpose: now[purpose] - before[purpose] for purpose in now}
 
-    def note(self, reached: Reached, spent_s: dict[str, float]) -> None:
+    def note(self, reached: StepProgress, spent_s: dict[str, float]) -> None:
         for purpose, series in self._seconds.items():
             series.observe(spent_s[purpose])
         # Not by its number: that goes on while this node is away, and back where training does.

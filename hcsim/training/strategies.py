@@ -15,10 +15,10 @@ from hcsim.registry import Registry
 from hcsim.training.aggregation.aggregator import Aggregator, Hierarchical, OneLevel
 from hcsim.training.learner import Learner
 from hcsim.training.optimizer import AdamW, Optimizer, Sgd
-from hcsim.training.parameter_server.rounds import Policy
+from hcsim.training.parameter_server.rounds import ServerPolicy
 from hcsim.training.parameter_server.strategy import check_place
 from hcsim.training.parameter_server.strategy import train as serve_and_work
-from hcsim.training.recoverable import InHomes, OneComputes, Periodic, Recoverable, Replicated
+from hcsim.training.recoverable import HierarchicalReplicated, OneComputes, Periodic, Recoverable, Replicated
 from hcsim.training.run import Run
 from hcsim.training.task import Task
 from hcsim.training.tasks import task
@@ -59,7 +59,7 @@ class HierarchicalParallel(Struct, frozen=True):
     """As data parallelism, first within each home, then between homes; exchanges between homes are compressed."""
 
     def open(self, settings: Training, learner: Learner) -> Recoverable:
-        return InHomes(learner, hierarchical)
+        return HierarchicalReplicated(learner, hierarchical)
 
 
 class LocalSgd(Struct, frozen=True):
@@ -85,7 +85,7 @@ class DiLoCo(Struct, frozen=True):
         return Periodic(learner, one_level, self.every, optimizer(settings), outer)
 
 
-class ParameterServer(Policy, frozen=True, kw_only=True):
+class ParameterServer(ServerPolicy, frozen=True, kw_only=True):
     """A server on the first rank's machine keeps the model; workers pull it and push gradients."""
 
     async def train(self, run: Run) -> None:

@@ -35,17 +35,17 @@ from hcsim.identity.handshake import (
     MAX_LIST_BYTES,
     MAX_MESSAGE_BYTES,
     Credentials,
-    Fault,
     Handshake,
-    Role,
-    State,
+    HandshakeFault,
+    HandshakeRole,
+    HandshakeState,
     read_hello,
 )
-from hcsim.identity.trust_list import Reason, told
+from hcsim.identity.trust_list import RefusalReason, told
 from hcsim.runtime.channel import Channel, Listener, Phantom
 from hcsim.runtime.frame import Header, Kind
 from hcsim.runtime.host import CONNECT_TIMEOUT_S, Host, Lan, Store
-from hcsim.transport.callers import Callers, Throttle
+from hcsim.transport.admission_queue import AdmissionQueue, FailureBackoff
 
 ADMISSION_TIMEOUT_S = 5.0
 MAX_HALF_OPEN_PER_SOURCE = 16
@@ -58,13 +58,18 @@ FIRST_LIMIT_BYTES = 64 * 1024
 _REFUSAL_TIMEOUT_S = 0.25
 _FIRST_RETRY_S = 0.05
 _SLOWEST_RETRY_S = 1.0
-_NOT_NOW = (Reason.TOO_MANY_FAILURES.name, Reason.TOO_MANY_CALLERS.name)
+_NOT_NOW = (RefusalReason.TOO_MANY_FAILURES.name, RefusalReason.TOO_MANY_CALLERS.name)
 """Refusals after which a caller may try again."""
-_NO_GUESSES = (Reason.COPIED_IDENTITY, Reason.TOO_MANY_FAILURES, Reason.TOO_MANY_CALLERS, Reason.WE_ARE_UNLISTED)
+_NO_GUESSES = (
+    RefusalReason.COPIED_IDENTITY,
+    RefusalReason.TOO_MANY_FAILURES,
+    RefusalReason.TOO_MANY_CALLERS,
+    RefusalReason.WE_ARE_UNLISTED,
+)
 """Refusals that do not count as failures of the source."""
 
 
-class Verdict(msgspec.Struct, frozen=True):
+class AdmissionOutcome(msgspec.Struct, frozen=True):
     """The outcome of a handshake, for logs."""
 
     peer: str
@@ -72,11 +77,11 @@ class Verdict(msgspec.Struct, frozen=True):
     node: str = ""
     """The admitted node; empty if none was admitted."""
     boot: int = 0
-    reason: Reason | None = None
+    reason: RefusalReason | None = None
     """The reason of a refusal; None if a node was admitted or the connection broke."""
 
 
-Observer: TypeAlias = Callable[[Verdict], None]
+AdmissionObserver: TypeAlias = Callable[[AdmissionOutcome], None]
 
 
 class AdmittedChannel:
@@ -112,7 +117,7 @@ class AdmittedChannel:
 class AdmittedHost:
     """A host that authenticates peers in `connect` and `listen`, and otherwise behaves as the one that it wraps."""
 
-    def __init__(self, host: Host, credentials: Credentials, observer: Observer | None = None) -> None:
+    def __init__(self, host: Host, credentials: Credentials, observer: AdmissionObserver | None = None) -> None:
         self._host = host
         self._doorkeeper = _Doorkeeper(host, credentials, observer)
         self.name = host.name
@@ -179,7 +184,7 @@ class AdmittedListener:
         self._host = host
         self._inner = inner
         self._doorkeeper = doorkeeper
-        self._callers = Callers(host)
+        self._callers = AdmissionQueue(host)
         self._admitted: asyncio.Queue[AdmittedChannel | None] = asyncio.Queue()
         self._greeting: dict[Channel, asyncio.Task[None]] = {}
         self._serving = host.spawn(self._serve(), name=f"admit at {inner.address}")
@@ -236,11 +241,11 @@ class AdmittedListener:
 class _Doorkeeper:
     """Runs handshakes, counts failures by source, and reports each outcome."""
 
-    def __init__(self, host: Host, credentials: Credentials, observer: Observer | None) -> None:
+    def __init__(self, host: Host, credentials: Credentials, observer: AdmissionObserver | None) -> None:
         self._host = host
         self._us = credentials
         self._observer = observer
-        self._throttle = Throttle()
+        self._throttle = FailureBackoff()
         self._known: dict[str, None] = {}
         self._half_open: dict[str, int] = {}
         self._claims: dict[str, int] = {}
@@ -258,7 +263,7 @@ class _Doorkeeper:
 
     async def call(self, channel: Channel) -> AdmittedChannel:
         """Run the dialling side's handshake; the channel is closed on failure."""
-        handshake = Handshake(Role.CALLER, self._us, channel.binding)
+        handshake = Handshake(HandshakeRole.CALLER, self._us, channel.binding)
         try:
             channel.limit(MAX_MESSAGE_BYTES)
             await _say(channel, handshake.first())
@@ -271,7 +276,7 @@ class _Doorkeeper:
     async def answer(self, channel: Channel) -> AdmittedChannel:
         """Run the listening side's handshake; the channel is closed on failure."""
         source = channel.identity or _host_of(channel.peer)
-        handshake = Handshake(Role.LISTENER, self._us, channel.binding)
+        handshake = Handshake(HandshakeRole.LISTENER, self._us, channel.binding)
         before = _come(self._half_open, source)
         try:
             channel.limit(MAX_MESSAGE_BYTES)
@@ -279,7 +284,7 @@ class _Doorkeeper:
                 crowded = before >= MAX_HALF_OPEN_PER_SOURCE
                 source = await self._examine(handshake, channel, source, crowded)
             else:
-                await self._refuse(handshake, channel, Reason.TOO_MANY_CALLERS)
+                await self._refuse(handshake, channel, RefusalReason.TOO_MANY_CALLERS)
             return self._conclude(handshake, channel, source)
         except BaseException:
             await channel.close()
@@ -301,30 +306,32 @@ class _Doorkeeper:
                     if _come(self._claims, known) < MAX_CLAIMS:
                         source, crowded = "", False
                 if crowded:
-                    await self._refuse(handshake, channel, Reason.TOO_MANY_CALLERS)
+                    await self._refuse(handshake, channel, RefusalReason.TOO_MANY_CALLERS)
                 elif source and self._throttle.wait_s(source, clock.elapsed()) > 0.0:
-                    await self._refuse(handshake, channel, Reason.TOO_MANY_FAILURES)
+                    await self._refuse(handshake, channel, RefusalReason.TOO_MANY_FAILURES)
                 else:
                     await _say(channel, handshake.receive(hello))
                     await self._go_on(handshake, channel)
         except RemoteProtocolError:  # it has ended the channel, so nobody can be told
-            handshake.refuse(Reason.MALFORMED)
+            handshake.refuse(RefusalReason.MALFORMED)
         except TimeoutError:
-            if handshake.state is not State.REFUSED:
-                await self._refuse(handshake, channel, Reason.TOO_MANY_CALLERS if crowded else Reason.TOO_SLOW)
+            if handshake.state is not HandshakeState.REFUSED:
+                await self._refuse(
+                    handshake, channel, RefusalReason.TOO_MANY_CALLERS if crowded else RefusalReason.TOO_SLOW
+                )
         finally:
             if known:
                 _go(self._claims, known)
         return source
 
     async def _go_on(self, handshake: Handshake, channel: Channel) -> None:
-        while handshake.state not in (State.ADMITTED, State.REFUSED):
+        while handshake.state not in (HandshakeState.ADMITTED, HandshakeState.REFUSED):
             answer = handshake.receive(await _hear(channel))
-            if handshake.state is State.AWAITS_LIST:
+            if handshake.state is HandshakeState.AWAITS_LIST:
                 channel.limit(MAX_LIST_BYTES)
             await _say(channel, answer)
 
-    async def _refuse(self, handshake: Handshake, channel: Channel, reason: Reason) -> None:
+    async def _refuse(self, handshake: Handshake, channel: Channel, reason: RefusalReason) -> None:
         with suppress(ChannelError, TimeoutError):  # it need not listen
             async with self._host.clock.timeout(_REFUSAL_TIMEOUT_S):
                 await _say(channel, handshake.refuse(reason))
@@ -333,15 +340,17 @@ class _Doorkeeper:
         """Report the outcome; return the member's channel or raise `AdmissionRefused`."""
         theirs, peer, trusted = handshake.theirs, channel.peer, self._us.trusted
         if trusted is not None and theirs is not None:
-            if handshake.state is State.ADMITTED and theirs.node_id not in trusted.list.members:
-                handshake.refuse(Reason.UNLISTED)  # the list has changed just now
+            if handshake.state is HandshakeState.ADMITTED and theirs.node_id not in trusted.list.members:
+                handshake.refuse(RefusalReason.UNLISTED)  # the list has changed just now
             name = trusted.list.members.get(theirs.node_id) or trusted.list.expelled.get(theirs.node_id)
             peer = f"{name} ({peer})" if name else peer
-        if handshake.state is State.ADMITTED and theirs is not None:
+        if handshake.state is HandshakeState.ADMITTED and theirs is not None:
             self._known[theirs.node_id] = None
             self._throttle.succeeded(source)
             self._host.trace("admitted", channel.peer, theirs.node_id, theirs.boot)
-            self._report(Verdict(channel.peer, f"{peer} is node {theirs.node_id}", theirs.node_id, theirs.boot))
+            self._report(
+                AdmissionOutcome(channel.peer, f"{peer} is node {theirs.node_id}", theirs.node_id, theirs.boot)
+            )
             channel.limit(FIRST_LIMIT_BYTES)
             admitted = AdmittedChannel(channel, theirs.node_id, lambda closed: self._open.pop(closed, None))
             self._open[admitted] = None
@@ -354,10 +363,10 @@ class _Doorkeeper:
             self._host.metrics.counter("hcsim_admission_refusals_total", reason=reason.name.lower()).add()
         text = told(peer, reason, by_them=handshake.was_told)
         self._host.trace("refused", channel.peer, reason.name, "by them" if handshake.was_told else "by us")
-        self._report(Verdict(channel.peer, text, reason=reason))
+        self._report(AdmissionOutcome(channel.peer, text, reason=reason))
         raise AdmissionRefused(text, channel.peer, reason.name)
 
-    def _report(self, verdict: Verdict) -> None:
+    def _report(self, verdict: AdmissionOutcome) -> None:
         if self._observer is not None:
             self._observer(verdict)
 
@@ -383,7 +392,7 @@ def _go(counts: dict[str, int], who: str) -> None:
 def _claimed(hello: bytes) -> str:
     try:
         return read_hello(hello).node_id
-    except Fault:
+    except HandshakeFault:
         return ""
 
 

@@ -9,7 +9,7 @@ import msgspec
 from hcsim.errors import RemoteProtocolError, UsageError
 from hcsim.runtime.channel import Channel, Phantom
 from hcsim.runtime.frame import Header, Kind, decode_message
-from hcsim.transport.callers import Refusals
+from hcsim.transport.admission_queue import RefusalLog
 
 HELLO_LIMIT_BYTES = 4096
 HELLO_TIMEOUT_S = 5.0
@@ -35,7 +35,7 @@ class Wire(msgspec.Struct, frozen=True, kw_only=True):
             )
 
 
-class Membership(msgspec.Struct, frozen=True):
+class GroupMembership(msgspec.Struct, frozen=True):
     """A group and the rank of this member in it. All members must agree on all fields but `rank` and `refusals`."""
 
     rank: int
@@ -46,7 +46,7 @@ class Membership(msgspec.Struct, frozen=True):
     wire: Wire = Wire()
     identities: tuple[str, ...] = ()
     """The node id of each rank, which its channel has to prove. Empty: ranks are not authenticated."""
-    refusals: Refusals | None = None
+    refusals: RefusalLog | None = None
     """Receives the refusals of callers by this group and its host, if given."""
 
     @property
@@ -58,7 +58,7 @@ class Membership(msgspec.Struct, frozen=True):
         return bool(self.identities) and channel.identity != self.identities[rank]
 
 
-class Hello(msgspec.Struct, frozen=True):
+class GroupHello(msgspec.Struct, frozen=True):
     """The group that a member belongs to, and its rank and stripe."""
 
     name: str
@@ -70,14 +70,14 @@ class Hello(msgspec.Struct, frozen=True):
     stripe: int = 0
 
 
-_DECODER = msgspec.msgpack.Decoder(Hello)
+_DECODER = msgspec.msgpack.Decoder(GroupHello)
 
 
-def hello_of(us: Membership, rank: int, stripe: int) -> Hello:
-    return Hello(us.name, us.epoch, us.world, us.wire.segment_bytes, us.wire.stripes, rank, stripe)
+def hello_of(us: GroupMembership, rank: int, stripe: int) -> GroupHello:
+    return GroupHello(us.name, us.epoch, us.world, us.wire.segment_bytes, us.wire.stripes, rank, stripe)
 
 
-def objection(us: Membership, theirs: Hello, channel: Channel) -> str:
+def objection(us: GroupMembership, theirs: GroupHello, channel: Channel) -> str:
     """Return the reason to reject a hello, or an empty string."""
     ours = hello_of(us, theirs.rank, theirs.stripe)
     for what in ("name", "epoch", "world", "segment_bytes", "stripes"):
@@ -90,16 +90,16 @@ def objection(us: Membership, theirs: Hello, channel: Channel) -> str:
     return ""
 
 
-def decode_hello(data: bytes, peer: str) -> Hello:
+def decode_hello(data: bytes, peer: str) -> GroupHello:
     """Decode the hello of an untrusted peer."""
     return decode_message(_DECODER, data, peer, "sent a hello that cannot be read")
 
 
-async def say_hello(channel: Channel, us: Membership, stripe: int = 0) -> None:
+async def say_hello(channel: Channel, us: GroupMembership, stripe: int = 0) -> None:
     await say(channel, Kind.HELLO, us, msgspec.msgpack.encode(hello_of(us, us.rank, stripe)))
 
 
-async def say(channel: Channel, kind: Kind, us: Membership, data: bytes, culprit: int | None = None) -> None:
+async def say(channel: Channel, kind: Kind, us: GroupMembership, data: bytes, culprit: int | None = None) -> None:
     """Send a frame that belongs to no operation; an ABORT may name the rank that caused it."""
     step = culprit + 1 if culprit is not None and 0 <= culprit < us.world else 0
     await channel.send(Header(len(data), kind, sender=us.rank, epoch=us.epoch, step=step), memoryview(data))

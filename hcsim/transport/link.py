@@ -24,7 +24,7 @@ from hcsim.runtime.channel import Channel, Fold, Leg, Outlet, Payload, Phantom
 from hcsim.runtime.clock import disappoint
 from hcsim.runtime.frame import Header, Kind
 from hcsim.runtime.host import Host
-from hcsim.transport.callers import plain
+from hcsim.transport.admission_queue import plain
 
 Tag: TypeAlias = tuple[int, int, int, int, int]
 """(group, operation, bucket, step, offset)"""
@@ -42,7 +42,7 @@ _OF_OTHER_TIMES = (Kind.HELLO, Kind.LATER, Kind.CONTROL)
 _DATA = Kind.DATA  # an enum's member takes long to look up, and every frame asks
 
 
-class Receipt(msgspec.Struct, frozen=True):
+class SegmentReceive(msgspec.Struct, frozen=True):
     """A pending receive of one segment."""
 
     arrived: asyncio.Future[Payload]
@@ -88,7 +88,7 @@ class Link:
         self._turn = 0
         self._stripes_open = len(self.channels)
         self._loop = asyncio.get_running_loop()
-        self._posted: dict[Tag, Receipt] = {}
+        self._posted: dict[Tag, SegmentReceive] = {}
         self._sought: dict[Tag, Callable[[], None]] = {}
         self._early: dict[Tag, tuple[Header, Payload]] = {}
         self._early_bytes = 0
@@ -136,9 +136,9 @@ class Link:
         """Post the destination of the segment with that tag; the returned future has its payload when it has come."""
         arrived: asyncio.Future[Payload] = asyncio.Future(loop=self._loop)
         if isinstance(into, Fold):
-            receipt = Receipt(arrived, into.room, into, signature, total)
+            receipt = SegmentReceive(arrived, into.room, into, signature, total)
         else:
-            receipt = Receipt(arrived, into, None, signature, total)
+            receipt = SegmentReceive(arrived, into, None, signature, total)
         if self._early and tag in self._early:
             header, payload = self._early.pop(tag)
             self._early_bytes -= header.length + EARLY_FRAME_BYTES
@@ -326,7 +326,7 @@ class Link:
         elif not receipt.arrived.done():  # it may have been cancelled meanwhile
             self._settle(header, payload, receipt)
 
-    def _settle(self, header: Header, payload: Payload, receipt: Receipt) -> None:
+    def _settle(self, header: Header, payload: Payload, receipt: SegmentReceive) -> None:
         """Complete a pending receive with a payload, in its destination."""
         if not receipt.fits(header):
             if header.signature != receipt.signature and self.on_stray is not None:

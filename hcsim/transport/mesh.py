@@ -32,14 +32,15 @@ from hcsim.runtime.channel import Channel, Listener
 from hcsim.runtime.clock import disappoint, within
 from hcsim.runtime.frame import Kind
 from hcsim.runtime.host import Counter, Host, Metrics
-from hcsim.transport.callers import Callers, Refusals, plain
+from hcsim.transport.admission_queue import AdmissionQueue, RefusalLog, plain
+from hcsim.transport.group_listener import FirstFrame, GroupListener
 from hcsim.transport.hello import (
     HELLO_LIMIT_BYTES,
     HELLO_TIMEOUT_S,
     MAX_FRAME_BYTES,
     MOST_EPOCHS,
-    Hello,
-    Membership,
+    GroupHello,
+    GroupMembership,
     decode_hello,
     hear,
     objection,
@@ -47,12 +48,11 @@ from hcsim.transport.hello import (
     say_hello,
 )
 from hcsim.transport.link import Link
-from hcsim.transport.reception import First, Reception
 
 _ANSWERS = {Kind.HELLO: "taken", Kind.ABORT: "refused", Kind.LATER: "later"}
 
 
-class Traffic:
+class LinkMetrics:
     """Updates a host's network metrics from the counts of a mesh's links."""
 
     def __init__(self, metrics: Metrics, addresses: Sequence[str], links: Mapping[int, Link]) -> None:
@@ -96,7 +96,7 @@ FIRST_BACKOFF_S = 0.02
 LAST_BACKOFF_S = 0.5
 
 
-class Parting(NamedTuple):
+class CloseNotice(NamedTuple):
     """The last message to all peers."""
 
     kind: Kind
@@ -109,7 +109,7 @@ class Mesh:
     """The links of this rank to the other members of its group."""
 
     def __init__(
-        self, host: Host, us: Membership, listener: Listener | None = None, reception: Reception | None = None
+        self, host: Host, us: GroupMembership, listener: Listener | None = None, reception: GroupListener | None = None
     ) -> None:
         if not 0 <= us.rank < us.world:
             raise UsageError(f"rank {us.rank} does not exist in a group of {us.world}")
@@ -120,7 +120,7 @@ class Mesh:
         self.host = host
         self.us = us
         self.links: dict[int, Link] = {}
-        self._traffic = Traffic(host.metrics, us.addresses, self.links)
+        self._traffic = LinkMetrics(host.metrics, us.addresses, self.links)
         self.on_link: Callable[[Link], None] | None = None
         self.on_newer: Callable[[int, int], None] | None = None
         """Called with a rank of a later epoch, and that epoch."""
@@ -139,12 +139,12 @@ class Mesh:
         self._greeting: dict[asyncio.Task[None], None] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self._spare: list[memoryview] = []
-        self._strangers = Callers(host)
-        self._refusals = us.refusals or Refusals()
+        self._strangers = AdmissionQueue(host)
+        self._refusals = us.refusals or RefusalLog()
         self._refusals.forget()
         self._closed = ""
         """The reason of the close; empty while open."""
-        self._parting: Parting | None = None
+        self._parting: CloseNotice | None = None
         self._untold: dict[int, asyncio.Future[None]] = {}
         """The late ranks that are to get the reason when they call."""
         self._awaited = 0
@@ -203,7 +203,7 @@ class Mesh:
         self._closed = str(error)
         kind, text = parting
         culprit = error.peer if kind is Kind.ABORT and isinstance(error, CollectiveError) else None
-        self._parting = Parting(kind, text.encode()[:HELLO_LIMIT_BYTES], culprit)
+        self._parting = CloseNotice(kind, text.encode()[:HELLO_LIMIT_BYTES], culprit)
         self._untold = {rank: asyncio.get_running_loop().create_future() for rank in late}
         for task in self._tasks:
             task.cancel()
@@ -363,7 +363,7 @@ class Mesh:
     def _called_by(self, channel: Channel, number: int) -> None:
         self._start_greeting(self._greet_stranger(channel), f"greet caller {number}")
 
-    def _called_with(self, channel: Channel, first: First) -> None:
+    def _called_with(self, channel: Channel, first: FirstFrame) -> None:
         self._start_greeting(self._greet(channel, first), "greet a caller")
 
     def _start_greeting(self, work: Coroutine[Any, Any, None], name: str) -> None:
@@ -377,7 +377,7 @@ class Mesh:
         finally:
             self._strangers.known(channel)
 
-    async def _greet(self, channel: Channel, first: First | None = None) -> None:
+    async def _greet(self, channel: Channel, first: FirstFrame | None = None) -> None:
         """Receive a caller's hello, and accept it or reject it with a reason."""
         taken_in = False
         try:
@@ -415,7 +415,7 @@ class Mesh:
         if told is not None and not told.done():
             told.set_result(None)
 
-    def _answer(self, theirs: Hello, channel: Channel) -> tuple[Kind, str]:
+    def _answer(self, theirs: GroupHello, channel: Channel) -> tuple[Kind, str]:
         """Decide whether to accept the caller, reject it with a reason, or ask it to call again."""
         us = self.us
         if us.identities and not channel.identity:
@@ -433,13 +433,13 @@ class Mesh:
         reason = self._closed or self._objection(theirs, channel)
         return (Kind.ABORT, reason) if reason else (Kind.HELLO, "")
 
-    def _objection(self, theirs: Hello, channel: Channel) -> str:
+    def _objection(self, theirs: GroupHello, channel: Channel) -> str:
         reason = objection(self.us, theirs, channel)
         if not reason and (theirs.rank in self.links or theirs.stripe in self._called.get(theirs.rank, {})):
             return f"rank {theirs.rank} is connected already"
         return reason
 
-    def _take_in(self, theirs: Hello, channel: Channel) -> None:
+    def _take_in(self, theirs: GroupHello, channel: Channel) -> None:
         channel.limit(MAX_FRAME_BYTES)
         stripes = self._called.setdefault(theirs.rank, {})
         stripes[theirs.stripe] = channel

@@ -4,7 +4,7 @@ A frame for a pump is handed over as it arrives, in the context of the pumping t
 saves a tenth of the cost of a message, and more with hundreds of ranks, whose tasks do not fit into a cache.
 The frame stays in the inbox while its host is frozen or while it waits for its place.
 
-A frame larger than the buffers arrives in pieces (see `large.py`). It enters the inbox with its first piece;
+A frame larger than the buffers arrives in pieces (see `segmented_frame.py`). It enters the inbox with its first piece;
 the rest is read as it arrives once the frame has its place.
 """
 
@@ -21,8 +21,8 @@ from hcsim.errors import ChannelBroken, ChannelClosed, RemoteProtocolError, Usag
 from hcsim.runtime.channel import EMPTY, Fold, Landed, Payload, Phantom, Place
 from hcsim.runtime.frame import HEADER_BYTES, Header, decode_header
 from hcsim.virtual.environment import NS
-from hcsim.virtual.large import Departure, Large, Owner
-from hcsim.virtual.stream import RTO_S, Message, Stream, frame_event
+from hcsim.virtual.segmented_frame import Owner, SegmentedFrame, SegmentedSend
+from hcsim.virtual.stream import RTO_S, StreamMessage, VirtualStream, frame_event
 
 MAX_FRAME_BYTES = 64 * 2**20
 NO_FRAME_BYTES = 1 << 62
@@ -76,7 +76,7 @@ class _Pump:
         self.context = copy_context()
         self.wanted: asyncio.Future[None] | None = None
         """The future that the frame at the head of the inbox waits for."""
-        self.large: Large | None = None
+        self.large: SegmentedFrame | None = None
         """The large frame that is being read into its place."""
         self.where: memoryview | Fold | None = None
 
@@ -99,7 +99,7 @@ class VirtualChannel:
     outlet = None
 
     def __init__(
-        self, host: ChannelHost, peer: str, outgoing: Stream, ends: tuple[str, str], called: tuple[str, int]
+        self, host: ChannelHost, peer: str, outgoing: VirtualStream, ends: tuple[str, str], called: tuple[str, int]
     ) -> None:
         self.called = called
         """The host and port that the connection was made to."""
@@ -111,18 +111,18 @@ class VirtualChannel:
         self._peer = peer
         self._ends = ends
         self._out = outgoing
-        self._in: Stream
+        self._in: VirtualStream
         self._far: VirtualChannel
         self._deliver: Callable[[Header, Payload], None]
-        self._inbox: deque[tuple[Header, Payload, Large | None]] = deque()
-        self._coming: Large | None = None
+        self._inbox: deque[tuple[Header, Payload, SegmentedFrame | None]] = deque()
+        self._coming: SegmentedFrame | None = None
         """The large frame whose last piece has not arrived."""
         self._reader: asyncio.Future[BaseException | None] | None = None
         """The pending receive; its result is the error that ends it, or None."""
         self._pump: _Pump | None = None
         """The pump, if the receiver takes frames as they arrive."""
         self._writers: deque[asyncio.Future[None]] = deque()
-        self._departure: Departure | None = None
+        self._departure: SegmentedSend | None = None
         """The large frame being sent; other senders wait for it."""
         self._max_frame_bytes = MAX_FRAME_BYTES
         self._unheard_since_ns: int | None = None
@@ -162,7 +162,7 @@ class VirtualChannel:
         return b""
 
     @property
-    def streams(self) -> tuple[Stream, Stream]:
+    def streams(self) -> tuple[VirtualStream, VirtualStream]:
         """The outgoing and the incoming stream."""
         return self._out, self._in
 
@@ -181,9 +181,9 @@ class VirtualChannel:
         kept = payload if isinstance(payload, Phantom) else memoryview(bytes(payload))
         self._trace.record(frame_event(self._loop.env.now_ns, "send", out.name, header))
         if (size_bytes := HEADER_BYTES + header.length) > self._largest_whole_bytes:
-            await self._send_in_pieces(Large(header, kept))
+            await self._send_in_pieces(SegmentedFrame(header, kept))
         else:
-            out.push(Message(size_bytes, self._deliver, header, kept))
+            out.push(StreamMessage(size_bytes, self._deliver, header, kept))
 
     async def recv(self, place: Place) -> tuple[Header, Payload]:
         inbox = self._inbox
@@ -300,7 +300,7 @@ class VirtualChannel:
     def _two_receive(self) -> UsageError:
         return UsageError(f"two tasks receive from {self!r} at once")
 
-    async def _until_arrived(self, pump: _Pump | None = None, large: Large | None = None) -> None:
+    async def _until_arrived(self, pump: _Pump | None = None, large: SegmentedFrame | None = None) -> None:
         """Wait until a frame is in the inbox, or until the large frame at its head is complete.
 
         A frame handed to a pump does not end the wait. Cancellation in the middle of a frame breaks the channel."""
@@ -323,7 +323,7 @@ class VirtualChannel:
             if failure is not None:
                 raise failure
 
-    def came(self, large: Large, size_bytes: int, filled: bool) -> None:
+    def came(self, large: SegmentedFrame, size_bytes: int, filled: bool) -> None:
         """Accept a piece of a frame that is not its last one. `filled`: it was counted in the window when it left."""
         if filled:
             self._in.outstanding -= size_bytes
@@ -337,7 +337,7 @@ class VirtualChannel:
             self._coming = large
             self._arrived(large.header, large.payload, large)
 
-    def came_whole(self, large: Large, size_bytes: int, header: Header, payload: Payload) -> None:
+    def came_whole(self, large: SegmentedFrame, size_bytes: int, header: Header, payload: Payload) -> None:
         """Accept the last piece of a frame."""
         if self._end is not None:
             self._in.consumed(size_bytes)
@@ -350,18 +350,18 @@ class VirtualChannel:
         else:
             self._arrived(header, payload, large)
 
-    def _read(self, large: Large) -> None:
+    def _read(self, large: SegmentedFrame) -> None:
         """Read the frame as it arrives from now on; it has its place."""
         large.is_read, large.context = True, copy_context()
         self._in.consumed(large.take())
 
-    def _read_on(self, large: Large) -> None:
+    def _read_on(self, large: SegmentedFrame) -> None:
         if self._loop.is_frozen(self._host):
             self._loop.call_soon(lambda: self._in.consumed(large.take()), context=large.context)
         else:
             self._in.consumed(large.take())
 
-    def _arrived(self, header: Header, payload: Payload, large: Large | None = None) -> None:
+    def _arrived(self, header: Header, payload: Payload, large: SegmentedFrame | None = None) -> None:
         if self._end is not None:  # nobody will read it, so that it takes no room
             self._in.consumed(HEADER_BYTES + header.length)
             return
@@ -380,7 +380,7 @@ class VirtualChannel:
         if not reader.done() and (failure is not None or self._inbox or self._end is not None):
             reader.set_result(failure)
 
-    def _hand_over(self, pump: _Pump, header: Header, payload: Payload, large: Large | None) -> None:
+    def _hand_over(self, pump: _Pump, header: Header, payload: Payload, large: SegmentedFrame | None) -> None:
         """Give a frame to the pump. The frame stays in the inbox while it has no place."""
         if large is not None and large is pump.large:
             where = pump.where
@@ -461,7 +461,7 @@ class VirtualChannel:
         self._inbox.clear()
         self._ended(error)
         if not self._out.dead:
-            self._out.push(Message(HEADER_BYTES, self._far._peer_closed))
+            self._out.push(StreamMessage(HEADER_BYTES, self._far._peer_closed))
 
     def _peer_closed(self) -> None:
         self._trace.record((self._loop.env.now_ns, "deliver", self._in.name, "fin"))
@@ -492,8 +492,8 @@ class VirtualChannel:
         """Return a fresh copy: raising one exception object twice would chain unrelated tracebacks."""
         return type(error)(str(error), self._peer)
 
-    async def _send_in_pieces(self, large: Large) -> None:
-        self._departure = departure = Departure(self, self._far, large)
+    async def _send_in_pieces(self, large: SegmentedFrame) -> None:
+        self._departure = departure = SegmentedSend(self, self._far, large)
         self._out.on_room = self._room
         departure.go_on()
         try:

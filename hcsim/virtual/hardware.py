@@ -51,7 +51,7 @@ Spoiler: TypeAlias = Callable[[memoryview], bool]
 """May change a result; returns True when it is finished and must not be called again."""
 
 
-class Pace:
+class WorkClock:
     """A work clock: it advances at the speed of the device, and not at all while the device is stopped."""
 
     def __init__(self, loop: VirtualLoop) -> None:
@@ -117,7 +117,7 @@ class VirtualDevice:
         self._factors: list[float] = []
         self._stuck = 0
         """The number of faults that hang the device."""
-        self._pace = Pace(host.loop)
+        self._pace = WorkClock(host.loop)
         self._waited_s: float | None = None
         """Extra waiting time of the function being called; None outside a call."""
         self._spoilers: list[Spoiler] = []

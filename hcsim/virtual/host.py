@@ -20,12 +20,12 @@ from hcsim.telemetry.trace import Trace
 from hcsim.virtual.channel import ChannelHost, VirtualChannel
 from hcsim.virtual.environment import NS, Environment
 from hcsim.virtual.hardware import VirtualClock, VirtualDevice, VirtualStore
-from hcsim.virtual.lan import Datagram, Datagrams, VirtualLan
-from hcsim.virtual.links import Topology
+from hcsim.virtual.host_network import FrameFaults, HostNetwork
+from hcsim.virtual.lan import Datagram, DatagramRules, VirtualLan
+from hcsim.virtual.links import ResourceGraph
 from hcsim.virtual.loop import OWNER, VirtualLoop
-from hcsim.virtual.network import Network
+from hcsim.virtual.network import FluidNetwork
 from hcsim.virtual.stream import NEVER_NS
-from hcsim.virtual.wiring import Tampering, Wiring
 
 SYN_RETRY_S = 1.0
 FIRST_BACKOFF_S = 0.05
@@ -52,17 +52,17 @@ class Surroundings(Protocol):
     loop: VirtualLoop
     env: Environment
     """SimPy's."""
-    net: Network
-    wiring: Wiring
-    datagrams: Datagrams
-    tampering: Tampering
+    net: FluidNetwork
+    wiring: HostNetwork
+    datagrams: DatagramRules
+    tampering: FrameFaults
     returns: dict[str, int]
     """How often each host is still to be started again."""
     spoofed: dict[str, list[str]]
     """Names of services that strangers announce, and in which homes."""
 
     @property
-    def topology(self) -> Topology:
+    def topology(self) -> ResourceGraph:
         """The media and routes of this moment."""
 
     @property
@@ -347,7 +347,7 @@ class VirtualHost:
 
     async def _call(self, place: str, port: int) -> VirtualChannel | None:
         name, _, interface = place.partition("%")
-        call = Call(self, port, interface)
+        call = ConnectionAttempt(self, port, interface)
         try:
             while not call.answer.done():
                 target = self._world.host(name)  # in the life that it has now
@@ -363,7 +363,7 @@ class VirtualHost:
             raise
         return call.answer.result()
 
-    def called(self, call: Call) -> None:
+    def called(self, call: ConnectionAttempt) -> None:
         """Handle a connection request or its repetition."""
         if call.given_up or not call.caller.alive:  # nobody would answer our answer
             return
@@ -405,7 +405,7 @@ class _Packet(NamedTuple):
         source.net.trace.record((source.loop.env.now_ns, happened, f"{source.name}→{target.name}", self.what))
 
 
-class Call:
+class ConnectionAttempt:
     """A connection request, including its repetitions."""
 
     def __init__(self, caller: VirtualHost, port: int, interface: str) -> None:

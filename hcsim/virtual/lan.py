@@ -29,22 +29,22 @@ class Datagram(NamedTuple):
     """Whether it is a query; otherwise it is an announcement."""
 
 
-Rule: TypeAlias = Callable[[Datagram], tuple[float, ...]]
+DatagramRule: TypeAlias = Callable[[Datagram], tuple[float, ...]]
 
 PASSES = (0.0,)
 LOST = ()
 
 
-class Datagrams:
+class DatagramRules:
     """The active datagram rules."""
 
     def __init__(self) -> None:
-        self._rules: list[Rule] = []
+        self._rules: list[DatagramRule] = []
 
-    def add(self, rule: Rule) -> None:
+    def add(self, rule: DatagramRule) -> None:
         self._rules.append(rule)
 
-    def remove(self, rule: Rule) -> None:
+    def remove(self, rule: DatagramRule) -> None:
         self._rules.remove(rule)
 
     def delays_s(self, datagram: Datagram) -> tuple[float, ...]:

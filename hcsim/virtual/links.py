@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 from hcsim.config import Attachment, Ethernet, Node, Scenario, Tcp, Thunderbolt, Wan, Wifi
 from hcsim.errors import ConfigError
 from hcsim.runtime.host import Interface, Medium, fastest_first
-from hcsim.virtual.sharing import Resource
+from hcsim.virtual.rate_allocator import Resource
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -141,7 +141,7 @@ class _Port:
 
 
 @dataclass
-class Topology:
+class ResourceGraph:
     """The resources of a scenario and the paths over them."""
 
     scenario: Scenario

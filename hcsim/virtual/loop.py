@@ -37,8 +37,8 @@ from simpy.resources.resource import Request
 from simpy.resources.store import StoreGet
 
 from hcsim.errors import Deadlock, HcsimError, UsageError
-from hcsim.virtual.deadlock import describe
 from hcsim.virtual.environment import Callback, Environment, new_callback
+from hcsim.virtual.stall_detector import describe
 
 ExceptionHandler = Callable[[asyncio.AbstractEventLoop, dict[str, Any]], object]
 

@@ -12,7 +12,7 @@ from hcsim.config import Tcp, Wifi
 from hcsim.rng import stream as random_stream
 from hcsim.virtual.environment import NS, Environment
 from hcsim.virtual.links import Path
-from hcsim.virtual.sharing import Flow, Resource, Sharing
+from hcsim.virtual.rate_allocator import Flow, RateAllocator, Resource
 
 if TYPE_CHECKING:
     from hcsim.telemetry.trace import Trace
@@ -32,7 +32,7 @@ class Sender(Protocol):
         """It has that share from now on."""
 
 
-class Network:
+class FluidNetwork:
     """All streams and the resources between them."""
 
     def __init__(self, env: Environment, tcp: Tcp, seed: int, trace: Trace) -> None:
@@ -40,7 +40,7 @@ class Network:
         self.tcp = tcp
         self.seed = seed
         self.trace = trace
-        self.sharing = Sharing()
+        self.sharing = RateAllocator()
         self.streams: dict[int, Sender] = {}
         self._started: dict[int, Sender] = {}
         self._numbers = 0
@@ -145,7 +145,7 @@ class Gate:
     The times come from the gate's own random stream. A timer is set only while a station transmits, so an idle
     network has no events."""
 
-    def __init__(self, net: Network, air: Resource, wifi: Wifi) -> None:
+    def __init__(self, net: FluidNetwork, air: Resource, wifi: Wifi) -> None:
         self._net = net
         self._env = net.env
         self._air = air

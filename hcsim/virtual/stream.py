@@ -29,8 +29,8 @@ from hcsim.runtime.frame import Header
 from hcsim.telemetry.trace import Event
 from hcsim.virtual.environment import NS
 from hcsim.virtual.links import Path, merged
-from hcsim.virtual.network import Gate, Network
-from hcsim.virtual.sharing import Flow
+from hcsim.virtual.network import FluidNetwork, Gate
+from hcsim.virtual.rate_allocator import Flow
 
 NEVER_NS = 1 << 63
 """A time later than any event."""
@@ -40,7 +40,7 @@ TAIL_PACKETS = 3
 """A loss among this many last packets gets no three duplicate ACKs, so only the timeout detects it."""
 
 
-class Message(msgspec.Struct, frozen=True):
+class StreamMessage(msgspec.Struct, frozen=True):
     """A unit of transfer: its size on the wire, and the callback for its arrival."""
 
     size_bytes: int
@@ -101,7 +101,7 @@ class Delays:
 
     __slots__ = ("_jitter", "_jitter_s", "_loss", "_mss", "_net", "_packet_loss", "_queues")
 
-    def __init__(self, net: Network, name: str, path: Path, mss: int) -> None:
+    def __init__(self, net: FluidNetwork, name: str, path: Path, mss: int) -> None:
         self._net = net
         self._mss = mss
         self._jitter = random_stream(net.seed, "jitter", name)
@@ -160,7 +160,7 @@ def loss_bound_bytes_ps(tcp: Tcp, mss: int, rtt_s: float, path: Path) -> float:
     return path.rate_bytes_ps * (1.0 - loss)
 
 
-class Stream:
+class VirtualStream:
     """One direction of a connection."""
 
     __slots__ = (
@@ -203,12 +203,12 @@ class Stream:
         "queued_bytes",
     )  # fmt: skip
 
-    def __init__(self, net: Network, name: str, there: Path, back: Path) -> None:
+    def __init__(self, net: FluidNetwork, name: str, there: Path, back: Path) -> None:
         tcp = net.tcp
         self._net = net
         self._env = net.env
         self.name = name
-        self.queue: deque[Message] = deque()
+        self.queue: deque[StreamMessage] = deque()
         self.queued_bytes = 0
         self.outstanding = 0
         """Bytes that have arrived and are unread."""
@@ -221,7 +221,7 @@ class Stream:
         self.on_pushed_dead: Callable[[], None] | None = None
         """Called for the first message that is sent after the other end is gone."""
         self._at_half: Callable[[], None] | None = None
-        self._held: deque[Message] | None = None
+        self._held: deque[StreamMessage] | None = None
         """Messages that have arrived but may not be delivered yet; later ones wait behind them."""
         self._unacknowledged = 0
         """While acknowledgements are held back: bytes that the sender counts as unread."""
@@ -260,7 +260,7 @@ class Stream:
         self._rtt_s = there.latency_s + back.latency_s + there.jitter_s + back.jitter_s
         self._cap = min(loss_bound_bytes_ps(self._net.tcp, self._mss, self._rtt_s, there), there.cap_bytes_ps)
 
-    def push(self, message: Message) -> None:
+    def push(self, message: StreamMessage) -> None:
         """Queue a message."""
         queue = self.queue
         queue.append(message)
@@ -433,7 +433,7 @@ class Stream:
         if rate > 0.0:
             if self._at_half is not None:
                 self._set_half_time(now_ns)
-            env.call_at(now_ns + ceil(self._remaining / rate * NS), Stream._sent, self, self._due)
+            env.call_at(now_ns + ceil(self._remaining / rate * NS), VirtualStream._sent, self, self._due)
             congestion = self._congestion
             if congestion is not None and congestion.is_opening and not congestion.ticking:
                 congestion.ticking = True
@@ -466,7 +466,7 @@ class Stream:
             self._congestion.count(0.0)
         self._left(message)
 
-    def _left(self, message: Message) -> None:
+    def _left(self, message: StreamMessage) -> None:
         """Schedule the arrival of the head message; the next one follows at once."""
         net = self._net
         now = self._env.now_ns
@@ -485,7 +485,7 @@ class Stream:
         if arrival < self._arrival_ns:
             arrival = self._arrival_ns
         self._arrival_ns = arrival
-        self._env.call_at(arrival, Stream._arrive, self, message)
+        self._env.call_at(arrival, VirtualStream._arrive, self, message)
         if self.flow is None:
             return
         if message.size_bytes > self._mss:
@@ -498,13 +498,13 @@ class Stream:
             self._due += 1
             if self._at_half is not None:
                 self._set_half_time(now)
-            self._env.call_at(now + ceil(self._remaining / self._rate * NS), Stream._sent, self, self._due)
+            self._env.call_at(now + ceil(self._remaining / self._rate * NS), VirtualStream._sent, self, self._due)
         else:
             self._rate = 0.0
             self._idle_since_ns = now
             net.stop(self.flow)
 
-    def _arrive(self, message: Message) -> None:
+    def _arrive(self, message: StreamMessage) -> None:
         if self.dead:
             return
         # Where the way is closed, what was in the air will have to be sent again.

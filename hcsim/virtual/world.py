@@ -23,11 +23,11 @@ from hcsim.virtual import faults
 from hcsim.virtual.environment import NS
 from hcsim.virtual.hardware import machine_of
 from hcsim.virtual.host import VirtualHost
-from hcsim.virtual.lan import Datagrams
-from hcsim.virtual.links import Topology
+from hcsim.virtual.host_network import FrameFaults, HostNetwork
+from hcsim.virtual.lan import DatagramRules
+from hcsim.virtual.links import ResourceGraph
 from hcsim.virtual.loop import VirtualLoop
-from hcsim.virtual.network import Network
-from hcsim.virtual.wiring import Tampering, Wiring
+from hcsim.virtual.network import FluidNetwork
 
 T = TypeVar("T")
 
@@ -55,7 +55,7 @@ class World:
         self.env = self.loop.env
         """The SimPy environment, in which plain processes run beside the hosts."""
         self.env.on_timer = lambda number: self.trace.record((self.env.now_ns, "timer", number))
-        self.net = Network(self.env, scenario.tcp, scenario.seed, self.trace)
+        self.net = FluidNetwork(self.env, scenario.tcp, scenario.seed, self.trace)
         self._program: Callable[[VirtualHost], Coroutine[Any, Any, Any]] | None = None
         self._outcomes: dict[str, asyncio.Future[Any]] = {}
         self.returns: dict[str, int] = {}
@@ -66,9 +66,9 @@ class World:
         self.spoofed: dict[str, list[str]] = {}
         """Services announced by foreign machines: the homes by service name."""
         self._hosts: dict[str, VirtualHost] = {}
-        self.wiring = Wiring(scenario, self.net, self._hosts)
-        self.datagrams = Datagrams()
-        self.tampering = Tampering(self.wiring, self.trace, sealed=sealed)
+        self.wiring = HostNetwork(scenario, self.net, self._hosts)
+        self.datagrams = DatagramRules()
+        self.tampering = FrameFaults(self.wiring, self.trace, sealed=sealed)
         for node in scenario.nodes:
             self._hosts[node.name] = VirtualHost(self, node.name, machine_of(node))
         for fault in scenario.faults:
@@ -80,7 +80,7 @@ class World:
             self.env.process(process)
 
     @property
-    def topology(self) -> Topology:
+    def topology(self) -> ResourceGraph:
         """The current media and routes."""
         return self.wiring.topology
 
@@ -248,7 +248,7 @@ class Usage(msgspec.Struct, frozen=True):
         )
 
 
-class Census:
+class UsageMonitor:
     """A trace sink that samples the usage of the hosts.
 
     It samples when an event is recorded at least one second of virtual time after the last sample. It schedules

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hcsim.checkpoints.parts import write_part
-from hcsim.checkpoints.saver import State
+from hcsim.checkpoints.saver import RankState
 from hcsim.checkpoints.storage import Writer, packed_plan, unpacked_plan
 from hcsim.training.modules.batch_norm import SyncBatchNorm
 from hcsim.training.modules.sharded import Sharded
@@ -87,7 +87,7 @@ def same(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
         assert torch.equal(tensor, theirs[name]), name
 
 
-def write(folder: Path, step: int, states: list[State]) -> None:
+def write(folder: Path, step: int, states: list[RankState]) -> None:
     """What ranks save that are not there at once: each has told its marks, and then its plan."""
     marks = [state.marks() for state in states]
     writers = [Writer(folder, step, state.aliases) for state in states]

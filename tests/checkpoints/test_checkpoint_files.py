@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from hcsim.checkpoints.loader import Checkpoint, load
-from hcsim.checkpoints.parts import Part, data_file, parts_in, step_folder, steps_in, write_part
+from hcsim.checkpoints.parts import CheckpointShard, data_file, parts_in, step_folder, steps_in, write_part
 from hcsim.checkpoints.saver import Saver
 from hcsim.errors import CheckpointError, NoCheckpoint
 from tests.torch_backend.ranks import Killed, Meeting, Ranks
@@ -112,7 +112,7 @@ def test_every_flipped_byte_of_a_description_is_noticed(tmp_path: Path) -> None:
     assert len(parts_in(tmp_path, 3)[0]) == 1
 
 
-def part_of(rank: int, world: int, step: int, saving: str) -> tuple[Part, bytes]:
+def part_of(rank: int, world: int, step: int, saving: str) -> tuple[CheckpointShard, bytes]:
     """Of ranks of which the first has everything."""
     with tempfile.TemporaryDirectory() as folder:
         save(Path(folder), step)
@@ -198,7 +198,7 @@ def test_of_one_step_that_is_saved_again_and_again_the_last_two_savings_stay(tmp
 def test_another_format_is_refused_by_its_name(tmp_path: Path) -> None:
     part, data = part_of(0, 1, 5, "a")
     fields = {name: getattr(part, name) for name in part.__struct_fields__}
-    write_part(tmp_path, Part(**{**fields, "format": "hcsim checkpoint part 9"}), data)
+    write_part(tmp_path, CheckpointShard(**{**fields, "format": "hcsim checkpoint part 9"}), data)
     with pytest.raises(CheckpointError, match="'hcsim checkpoint part 9', and 'hcsim checkpoint part 2' can be read"):
         load(tmp_path)
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hcsim.checkpoints.loader import Checkpoint
-from hcsim.checkpoints.saver import State
+from hcsim.checkpoints.saver import RankState
 from hcsim.training.modules.sharded import Sharded
 from tests.checkpoints.programs import adam, model, same, sharded, tensors, train, write
 
@@ -80,7 +80,7 @@ def plain() -> tuple[nn.Module, torch.optim.Optimizer]:
 def saved(plain: tuple[nn.Module, torch.optim.Optimizer], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same as N ranks save it, at step N; at step 0, in one piece."""
     folder = tmp_path_factory.mktemp("saved")
-    write(folder, 0, [State(*plain)])
+    write(folder, 0, [RankState(*plain)])
     whole = tensors(*plain)
     for world in range(1, MOST + 1):
         states = []
@@ -96,7 +96,7 @@ def saved(plain: tuple[nn.Module, torch.optim.Optimizer], tmp_path_factory: pyte
                     ends = f" of {name}"
                     state = {key.removesuffix(ends): values[key].clone() for key in values if key.endswith(ends)}
                     optimizer.state[parameter] = state
-                states.append(State(ours, optimizer))
+                states.append(RankState(ours, optimizer))
         write(folder, world, states)
     return folder
 
@@ -195,7 +195,7 @@ def test_nothing_that_was_not_sent_is_lost_and_new_ranks_know_the_schedule(tmp_p
         with as_rank(rank, savers):
             torch.manual_seed(rank)
             also = {"residual": Residual(2.0**rank), "schedule": Schedule(7)}
-            states.append(State(linear, also=also))
+            states.append(RankState(linear, also=also))
     write(tmp_path, 1, states)
     total = 0.0
     for rank in range(world):

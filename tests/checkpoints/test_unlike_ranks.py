@@ -441,7 +441,7 @@ def test_what_is_on_another_device_is_brought_once_and_kept_only_to_be_written(
     ours = nn.Module()
     for number in range(80):
         ours.register_parameter(f"n{number}", nn.Parameter(torch.zeros(1 + number, device="meta")))
-    state = saving.State(ours)
+    state = saving.RankState(ours)
     state.rank, state.world = 0, 2
     marks = state.marks()
     assert most <= 40 + 2 * 4

@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from hcsim.cli.app import app
-from hcsim.cluster.coordinator import Worker
+from hcsim.cluster.coordinator import CoordinatorClient
 from hcsim.real.host import RealHost, RealOptions
 
 LIMIT_S = 240
@@ -29,7 +29,7 @@ def test_workers_meet_at_a_coordinator_that_is_a_process_of_its_own():
 
             async def meet() -> list[str]:
                 async with asyncio.timeout(LIMIT_S), RealHost(RealOptions("here")) as host:
-                    one, other = [await Worker.join(host, address, name, f"{name}:1") for name in ("a", "b")]
+                    one, other = [await CoordinatorClient.join(host, address, name, f"{name}:1") for name in ("a", "b")]
                     rosters = await asyncio.gather(one.ready(), other.ready())
                     await asyncio.gather(one.leave(), other.leave())
                     await one.close()

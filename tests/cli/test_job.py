@@ -12,7 +12,7 @@ from experiments.clusters import ideal
 from hcsim.collectives.group import Group
 from hcsim.config import ClockJump, Job
 from hcsim.errors import ConfigError
-from hcsim.jobs import Lap, check_job, compare_to_expected, run_job
+from hcsim.jobs import JobRepeat, check_job, compare_to_expected, run_job
 from hcsim.launch.virtual import simulate
 from hcsim.units import Bytes, Seconds
 
@@ -22,7 +22,7 @@ from hcsim.units import Bytes, Seconds
 def test_the_sum_is_exact_in_narrow_dtypes_on_any_number_of_ranks(ranks: int, dtype: str) -> None:
     job = Job(size_bytes=Bytes(2000), repeat=1, dtype=dtype)  # type: ignore[arg-type]
 
-    async def program(group: Group) -> list[Lap]:
+    async def program(group: Group) -> list[JobRepeat]:
         return await run_job(group, job, lambda lap: None)
 
     reports = simulate(ideal(ranks, ()).scenario, program).values()
@@ -67,7 +67,7 @@ def test_setting_a_clock_in_the_middle_changes_no_figure() -> None:
     ahead = ClockJump(at_s=Seconds(0.001), node=node, by_s=Seconds(3600.0))
     job = Job(size_bytes=Bytes(4_000_000), repeat=2)
 
-    async def program(group: Group) -> tuple[list[Lap], object]:
+    async def program(group: Group) -> tuple[list[JobRepeat], object]:
         return await run_job(group, job, lambda lap: None), await group.measure()
 
     quiet, disturbed = simulate(home, program), simulate(replace(home, faults=(ahead,)), program)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from hcsim.cli import membership, screen
-from hcsim.cluster.conductor import Introduction
-from hcsim.cluster.messages import Goodbye, Link, Status, Told
-from hcsim.cluster.node import Node
+from hcsim.cluster.membership_source import NodeInfo
+from hcsim.cluster.messages import Goodbye, LinkStatus, Status, StatusReply
+from hcsim.cluster.node import ClusterNode
 from hcsim.cluster.view import Member, View
-from hcsim.transport.callers import LONGEST_LINE, one_line
+from hcsim.transport.admission_queue import LONGEST_LINE, one_line
 from hcsim.virtual.host import VirtualHost
 from tests.cluster.nodes import Party
 
@@ -26,11 +26,11 @@ class Named(Party):
 
     name = ""
 
-    def node(self, host: VirtualHost) -> Node:
+    def node(self, host: VirtualHost) -> ClusterNode:
         name = self.name if host.name == "b" else host.name
         boot = host.rng("boot").getrandbits(47)
-        me = Introduction(host.name, boot, name, f"{host.name}:52415", f"{host.name}:52416")
-        return Node(host, me, self.config, lambda what: self.told.append((host.name, what)))
+        me = NodeInfo(host.name, boot, name, f"{host.name}:52415", f"{host.name}:52416")
+        return ClusterNode(host, me, self.config, lambda what: self.told.append((host.name, what)))
 
 
 @pytest.mark.parametrize("name", NAMES, ids=["escapes", "long"])
@@ -38,7 +38,7 @@ def test_what_a_node_tells_of_a_member_is_one_harmless_line(name: str) -> None:
     party = Named("abc")
     party.name = name
 
-    async def go(node: Node) -> None:
+    async def go(node: ClusterNode) -> None:
         view = await node.view(-1)
         node.broken(view.epoch, 0, f"because {name}")
         await node.view(view.epoch)
@@ -56,15 +56,15 @@ def test_what_a_node_tells_of_a_member_is_one_harmless_line(name: str) -> None:
 def test_what_the_screen_shows_is_harmless(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     member = Member("0" * 32, 1, name, "10.0.0.1:52416")
     status = Status(member, "10.0.0.1:52415", "0", 1, 1, True, reason=name)
-    link = Link("1" * 32, name, "10.0.0.2:52415", "10.0.0.2:52415", None, name)
-    told = Told(status, View("0", 1, (member,), formed=True, reason=name), (link,), ())
+    link = LinkStatus("1" * 32, name, "10.0.0.2:52415", "10.0.0.2:52415", None, name)
+    told = StatusReply(status, View("0", 1, (member,), formed=True, reason=name), (link,), ())
     membership.show_rows(("machine", "node", "", "view", "members", "addresses"), [membership.node_row(told)])
     membership.show_rows(
         ("from", "to", "out of", "into", "medium", "round trip", "Gb/s", ""), [membership.link_row(told, link, {})]
     )
     for show in (screen.note, screen.say, screen.complain):
         show(Goodbye(name).reason)
-    with screen.Progress("step", 3) as progress:
+    with screen.ProgressLine("step", 3) as progress:
         progress.news(name)
         progress.waiting([name])
     shown = "".join(capsys.readouterr())

@@ -1,18 +1,19 @@
 """Machines on a network, driven by hand: copied, moved, without their disks, or taken away for good.
 
-Two of them may have one key here. So who hears whom is a matter of lines, as it is in `hcsim.cluster.lines`: a machine
-has one to each node id, and refuses a second machine that says it is the same node as long as the first one answers.
-What must always hold is asserted as it happens: a view has one successor, and an epoch never goes back.
+Two of them may have one key here. So who hears whom is a matter of lines, as it is in
+`hcsim.cluster.control_connections`: a machine has one to each node id, and refuses a second machine that says it is the
+same node as long as the first one answers. What must always hold is asserted as it happens: a view has one successor,
+and an epoch never goes back.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from hcsim.cluster.agreement import Record
-from hcsim.cluster.membership import Adopted, Membership, Qualify, Send, Waiting
-from hcsim.cluster.messages import Message
-from hcsim.cluster.view import Member, Rules, View
+from hcsim.cluster.agreement import AcceptorState
+from hcsim.cluster.membership import AdoptView, CheckNewcomer, Membership, ReportWaiting, SendMessage
+from hcsim.cluster.messages import ControlMessage
+from hcsim.cluster.view import Member, MembershipRules, View
 
 
 @dataclass(eq=False)
@@ -23,7 +24,7 @@ class Machine:
     node: str
     name: str
     address: str
-    record: Record | None = None
+    record: AcceptorState | None = None
     core: Membership | None = None
     lines: dict[str, Machine] = field(default_factory=dict)
     epoch: int = -1
@@ -55,20 +56,20 @@ class Machine:
         del other.lines[self.node]
         self.lan.mail = [each for each in self.lan.mail if {*each[:2]} != {self, other}]
 
-    def save(self, record: Record) -> None:
+    def save(self, record: AcceptorState) -> None:
         self.record = record
 
     def drain(self) -> None:
         while self.core is not None and self.core.effects:
             effects, self.core.effects = self.core.effects, []
             for effect in effects:
-                if isinstance(effect, Send) and effect.to in self.lines:
+                if isinstance(effect, SendMessage) and effect.to in self.lines:
                     self.lan.mail.append((self, self.lines[effect.to], effect.message))
-                elif isinstance(effect, Qualify):
+                elif isinstance(effect, CheckNewcomer):
                     self.core.qualified(effect.lineage, self.lan.now)
-                elif isinstance(effect, Adopted):
+                elif isinstance(effect, AdoptView):
                     self.lan.adopted(self, effect.view)
-                elif isinstance(effect, Waiting):
+                elif isinstance(effect, ReportWaiting):
                     self.said.append(effect.reason)
 
     def hear(self, other: Machine) -> None:
@@ -84,12 +85,12 @@ class Machine:
 class Lan:
     """Who hears whom, and what is on its way."""
 
-    def __init__(self, count: int, rules: Rules) -> None:
+    def __init__(self, count: int, rules: MembershipRules) -> None:
         self.rules = rules
         self.now = 0.0
         self.boots = 0
         self.keys = 0
-        self.mail: list[tuple[Machine, Machine, Message]] = []
+        self.mail: list[tuple[Machine, Machine, ControlMessage]] = []
         self.cut: list[tuple[Machine, Machine]] = []
         """Whom nobody hears, and who does not hear it."""
         self.known: dict[tuple[str, int, str], tuple[View, list[Machine]]] = {}

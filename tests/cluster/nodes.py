@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 
-from hcsim.cluster.conductor import Introduction
-from hcsim.cluster.node import Node
+from hcsim.cluster.membership_source import NodeInfo
+from hcsim.cluster.node import ClusterNode
 from hcsim.cluster.view import View
 from hcsim.config import AnyFault, Cluster
 from hcsim.virtual.host import VirtualHost
@@ -24,13 +24,13 @@ class Party:
         self.told: list[tuple[str, str]] = []
         self.late_s: dict[str, float] = {}
         """Hosts that start later."""
-        self.meanwhile: dict[str, Callable[[Node], Awaitable[None]]] = {}
+        self.meanwhile: dict[str, Callable[[ClusterNode], Awaitable[None]]] = {}
         """What a host does beside."""
 
-    def node(self, host: VirtualHost) -> Node:
+    def node(self, host: VirtualHost) -> ClusterNode:
         boot = host.rng("boot").getrandbits(47)
-        me = Introduction(host.name, boot, host.name, f"{host.name}:52415", f"{host.name}:52416")
-        return Node(host, me, self.config, lambda what: self.told.append((host.name, what)))
+        me = NodeInfo(host.name, boot, host.name, f"{host.name}:52415", f"{host.name}:52416")
+        return ClusterNode(host, me, self.config, lambda what: self.told.append((host.name, what)))
 
     def run(self, seconds: float) -> Party:
         self.results = self.world.run_on_all(lambda host: self._live(host, seconds))
@@ -49,7 +49,7 @@ class Party:
         await node.stop()
         return last
 
-    async def _watch(self, host: VirtualHost, node: Node) -> None:
+    async def _watch(self, host: VirtualHost, node: ClusterNode) -> None:
         epoch = -1
         while True:
             view = await node.view(epoch)

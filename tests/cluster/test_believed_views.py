@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from hcsim.cluster.agreement import Accept, Prepare
-from hcsim.cluster.messages import Decided, Message, Status
-from hcsim.cluster.view import Member, Rules, View
+from hcsim.cluster.messages import ControlMessage, Decided, Status
+from hcsim.cluster.view import Member, MembershipRules, View
 from tests.cluster.machines import Lan, Machine
 
-RULES = Rules(3, "tiebreak", 0.0, 5.0)
+RULES = MembershipRules(3, "tiebreak", 0.0, 5.0)
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def forger(lan: Lan) -> Machine:
     return stranger
 
 
-def say(lan: Lan, source: str, message: Message) -> None:
+def say(lan: Lan, source: str, message: ControlMessage) -> None:
     for machine in lan.machines:
         machine.core.message(source, message, lan.now)
         machine.drain()
@@ -69,7 +69,7 @@ def test_a_stranger_to_the_lineage_cannot_propose_a_view(lan: Lan) -> None:
 
 
 def test_one_that_was_counted_on_and_went_elsewhere_is_not_waited_for() -> None:
-    lan = Lan(3, Rules(2, "majority", 0.0, 5.0))
+    lan = Lan(3, MembershipRules(2, "majority", 0.0, 5.0))
     a, b, c = lan.machines
     lan.connect(b, c)
     b.hear(c)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from hcsim.cluster.messages import SCHEMA, Beat, Decided, Goodbye, Status
+from hcsim.cluster.messages import SCHEMA, Decided, Goodbye, HeartbeatMessage, Status
 from hcsim.cluster.view import Member, View
 from hcsim.errors import RemoteProtocolError
 from hcsim.transport.hello import MOST_EPOCHS
@@ -31,7 +31,7 @@ def test_bytes_that_are_no_message_are_the_peers_fault(data: bytes) -> None:
 def test_an_epoch_that_no_frame_has_room_for_is_the_peers_fault(epoch: int) -> None:
     mini = Member("1", 1, "mini", "mini:2")
     view = View("1.1", epoch, (mini,))
-    for message in (Decided(view), Beat(1, Status(mini, "mini:1", "1.1", epoch, 1, True))):
+    for message in (Decided(view), HeartbeatMessage(1, Status(mini, "mini:1", "1.1", epoch, 1, True))):
         with pytest.raises(RemoteProtocolError, match="epoch"):
             SCHEMA.decode(msgspec.msgpack.encode(message), "mini")
 

@@ -14,12 +14,12 @@ from prometheus_client.parser import text_string_to_metric_families as read_text
 from typer.testing import CliRunner
 
 from hcsim.cli.app import app
-from hcsim.cluster.conductor import Introduction
-from hcsim.cluster.node import Node
+from hcsim.cluster.membership_source import NodeInfo
+from hcsim.cluster.node import ClusterNode
 from hcsim.config import Cluster, Crash, Partition, Training
 from hcsim.launch.real import RealNode, train_in_cluster
 from hcsim.launch.virtual_cluster import simulate_cluster
-from hcsim.node import Plan
+from hcsim.node import ClusterJob
 from hcsim.real.keys import new_secret, save_secret
 from hcsim.telemetry.metrics import HistogramSeries, HostMetrics
 from hcsim.training.run import Point, Report, Run
@@ -71,7 +71,7 @@ def test_gauges_show_the_view_that_a_crash_left(crashed: Party, name: str) -> No
 
 def test_who_has_left_leads_nobody() -> None:
     party = Party(ABC)
-    party.meanwhile = dict.fromkeys(ABC, Node.leave)
+    party.meanwhile = dict.fromkeys(ABC, ClusterNode.leave)
     party.run(3.0)
     assert {name: of(party, name).value("hcsim_leader") for name in ABC} == dict.fromkeys(ABC, 0)
 
@@ -136,8 +136,8 @@ def test_a_machine_with_a_copied_key_is_refused_and_counted() -> None:
     async def live(host: VirtualHost) -> None:
         identity = "b" if host.name == "c" else host.name
         await host.clock.sleep(2.0 if host.name == "c" else 0.0)
-        me = Introduction(identity, host.rng("boot").getrandbits(47), host.name, f"{host.name}:1", f"{host.name}:2")
-        node = Node(host, me, Cluster(nodes=2, preset="low_latency"))
+        me = NodeInfo(identity, host.rng("boot").getrandbits(47), host.name, f"{host.name}:1", f"{host.name}:2")
+        node = ClusterNode(host, me, Cluster(nodes=2, preset="low_latency"))
         await node.start()
         await host.clock.sleep(8.0 - world.loop.time())
         await node.stop()
@@ -195,7 +195,7 @@ def test_prometheus_finds_a_node_of_a_real_cluster(tmp_path: Path) -> None:
 
     async def main() -> str:
         scraper = Scraper(served)
-        plan = Plan(cluster, Training(task="convex", steps=1_000_000), 1)
+        plan = ClusterJob(cluster, Training(task="convex", steps=1_000_000), 1)
         await train_in_cluster(node, plan, observer=scraper, leaving=scraper.leaving)
         assert scraper.reading is not None
         return await scraper.reading

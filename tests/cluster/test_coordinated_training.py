@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from hcsim.cluster.coordinator import Policy
+from hcsim.cluster.coordinator import CoordinatorPolicy
 from hcsim.config import AnyFault, BlockedPort, Cluster, Crash, Leave, Pause, Restart, Scenario, Training
 from hcsim.errors import ConfigError, UsageError
 from hcsim.launch.real import RealNode, serve_coordinator, train_in_cluster
 from hcsim.launch.virtual import Outcome
 from hcsim.launch.virtual_cluster import simulate_cluster
-from hcsim.node import Plan
+from hcsim.node import ClusterJob
 from hcsim.real.keys import new_secret, save_secret
-from hcsim.runtime.clock import News
+from hcsim.runtime.clock import BroadcastEvent
 from hcsim.training.run import Point, Report, Run
 from hcsim.units import PositiveSeconds, Seconds
 from tests.conftest import free_addresses
@@ -155,10 +155,10 @@ class Scene:
         self.state, self.steps = folder / "state", steps
         self.told: list[str] = []
         self.reached = dict.fromkeys(self.homes, 0)
-        self.news = News()
+        self.news = BroadcastEvent()
 
     def coordinator(self) -> asyncio.Task[None]:
-        policy = Policy(workers=2, heartbeat_s=0.2, silence_s=1.0)
+        policy = CoordinatorPolicy(workers=2, heartbeat_s=0.2, silence_s=1.0)
         member = self.homes["hub"], "home"
         return asyncio.create_task(
             serve_coordinator(self.at, policy, self.told.append, state=self.state, member=member)
@@ -168,7 +168,7 @@ class Scene:
         control, data = self.ports[:2] if name == "a" else self.ports[2:]
         cluster = Cluster(nodes=2, coordinator=self.at, discovery_port=control, gradient_port=data)
         node = RealNode(self.homes[name], name=name, hosts=("127.0.0.1",))
-        plan = Plan(cluster, Training(task="convex", steps=self.steps, timeout_s=PositiveSeconds(20)), 1)
+        plan = ClusterJob(cluster, Training(task="convex", steps=self.steps, timeout_s=PositiveSeconds(20)), 1)
         counting = _Counting(self, name)
         return asyncio.create_task(
             train_in_cluster(node, plan, observer=counting, tell=lambda what: self.told.append(f"{name}: {what}"))

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import pytest
 from msgspec.structs import replace
 
-from hcsim.cluster.diagnosis import CHECKS_S, ELIMINATE, Accusation, Diagnosis, Failure, Findings, VotesSeen
+from hcsim.cluster.diagnosis import CHECKS_S, ELIMINATE, Accusation, Diagnosis, Findings, ViewFailure, VotesSeen
 
 NODES = ("a", "b", "c", "d")
 LINEAGE, EPOCH = "line", 7
@@ -34,7 +34,7 @@ def found(
     )
 
 
-def diagnosis(failure: Failure, ours: Mapping[str, str], theirs: Mapping[str, Findings]) -> Diagnosis:
+def diagnosis(failure: ViewFailure, ours: Mapping[str, str], theirs: Mapping[str, Findings]) -> Diagnosis:
     """What `a` knows: how its work failed, what its checks found, and what the others told."""
     made = Diagnosis("a")
     if made.failed(LINEAGE, EPOCH, failure, 0.0):
@@ -44,7 +44,7 @@ def diagnosis(failure: Failure, ours: Mapping[str, str], theirs: Mapping[str, Fi
     return made
 
 
-LATE = Failure("an operation took too long", late=True)
+LATE = ViewFailure("an operation took too long", late=True)
 
 
 def culprits(made: Diagnosis, now: float = 1.0) -> dict[str, str]:
@@ -52,7 +52,7 @@ def culprits(made: Diagnosis, now: float = 1.0) -> dict[str, str]:
 
 
 def test_a_member_that_broke_the_protocol_is_left_out() -> None:
-    made = diagnosis(Failure("c sent a frame of another epoch", violator="c"), {}, {"b": found(checking=False)})
+    made = diagnosis(ViewFailure("c sent a frame of another epoch", violator="c"), {}, {"b": found(checking=False)})
     assert culprits(made) == {"c": "c sent a frame of another epoch"}
 
 
@@ -65,14 +65,16 @@ def test_the_end_that_all_accusations_share_is_left_out() -> None:
 def test_of_members_that_contradict_each_other_the_one_is_left_out_that_all_contradictions_share() -> None:
     """`a` alone has found something: it heard from c and from d that b told them something else."""
     ours = [Accusation("b", "b told a and c unlike things", "c"), Accusation("b", "b told a and d unlike things", "d")]
-    made = diagnosis(Failure("unlike", accusations=tuple(ours)), {}, {node: found(checking=False) for node in "bcd"})
+    made = diagnosis(
+        ViewFailure("unlike", accusations=tuple(ours)), {}, {node: found(checking=False) for node in "bcd"}
+    )
     assert culprits(made) == {"b": "b told a and c unlike things"}
 
 
 def test_who_tells_of_others_that_contradict_each_other_may_be_the_sick_one() -> None:
     theirs = {"b": found(checking=False), "d": found({"a": "no answer", "c": "no answer"}, checking=False)}
     ours = (Accusation("b", "b told c and d unlike things", "d"),)
-    assert list(culprits(diagnosis(Failure("unlike", accusations=ours), {}, theirs))) == ["d"]
+    assert list(culprits(diagnosis(ViewFailure("unlike", accusations=ours), {}, theirs))) == ["d"]
 
 
 def votes(round: int, **digests: int) -> VotesSeen:
@@ -87,20 +89,20 @@ def votes(round: int, **digests: int) -> VotesSeen:
 def test_a_member_that_sent_unlike_votes_is_left_out_rather_than_one_that_acts_on_them(
     theirs: VotesSeen, blamed: list[str]
 ) -> None:
-    ours = Failure("b does another operation", violator="b", votes_seen=votes(9))
+    ours = ViewFailure("b does another operation", violator="b", votes_seen=votes(9))
     others = {node: found(checking=False, seen=theirs if node == "b" else None) for node in "bcd"}
     made = diagnosis(ours, {}, others)
     assert list(culprits(made)) == blamed
     # Nor is another blamed in the next view, if that comes to nothing too.
     made.entered()
-    made.failed(LINEAGE, EPOCH, Failure("something else"), 1.0)
+    made.failed(LINEAGE, EPOCH, ViewFailure("something else"), 1.0)
     assert list(culprits(made)) == blamed
 
 
 def test_where_no_deadline_passed_nobody_has_waited_for_long() -> None:
     """Views that fail at once, again and again, say nothing about whom their members happened to wait for."""
     theirs = {node: found(waited_for="c" if node != "c" else "", fruitless=2) for node in "bcd"}
-    failure = Failure("the link to d broke", waited_for="c")
+    failure = ViewFailure("the link to d broke", waited_for="c")
     assert culprits(diagnosis(failure, {}, theirs)) == {}
     assert list(culprits(diagnosis(replace(failure, late=True), {}, theirs))) == ["c"]
 
@@ -119,7 +121,7 @@ def test_a_member_that_does_not_finish_its_checks_is_left_out() -> None:
 
 def test_the_end_of_a_chain_of_waiting_is_left_out() -> None:
     theirs = {"b": found(waited_for="c"), "c": found(), "d": found(waited_for="a")}
-    made = diagnosis(Failure("late", late=True, waited_for="b"), {}, theirs)
+    made = diagnosis(ViewFailure("late", late=True, waited_for="b"), {}, theirs)
     assert list(culprits(made)) == ["c"]
 
 
@@ -128,7 +130,7 @@ def test_a_member_that_came_late_to_a_view_is_not_blamed_for_coming_late(lasted_
     made = Diagnosis("a")
     made.began(EPOCH, 10.0)
     made.surveyed(EPOCH)
-    made.failed(LINEAGE, EPOCH, Failure("late", late=True, waited_for="b"), 15.0)
+    made.failed(LINEAGE, EPOCH, ViewFailure("late", late=True, waited_for="b"), 15.0)
     made.checked(EPOCH, [])
     for node, waited_for, so_long_s in (("b", "c", 1.5), ("c", "", lasted_s), ("d", "a", 1.5)):
         made.heard(node, found(waited_for=waited_for, lasted_s=so_long_s), LINEAGE, EPOCH, 15.0)
@@ -138,7 +140,7 @@ def test_a_member_that_came_late_to_a_view_is_not_blamed_for_coming_late(lasted_
 @pytest.mark.parametrize(("standing_s", "blamed"), [(1.6, []), (9.5, ["c"])])
 def test_a_member_that_was_held_up_in_the_operation_before_is_not_blamed(standing_s: float, blamed: list[str]) -> None:
     theirs = {"b": found(), "c": replace(found(), standing_s=standing_s), "d": found()}
-    made = diagnosis(Failure("late", late=True, waited_for="c", standing_s=10.0), {}, theirs)
+    made = diagnosis(ViewFailure("late", late=True, waited_for="c", standing_s=10.0), {}, theirs)
     assert list(culprits(made)) == blamed
 
 
@@ -153,7 +155,7 @@ def test_whoever_still_measures_the_links_of_a_view_has_not_begun_to_work_in_it(
         made.surveyed(EPOCH)
     made.heard("b", found(waited_for="a"), LINEAGE, EPOCH, 15.0)
     made.surveyed(EPOCH)  # too late
-    made.failed(LINEAGE, EPOCH, Failure("b gave up"), 15.5)
+    made.failed(LINEAGE, EPOCH, ViewFailure("b gave up"), 15.5)
     assert made.ours is not None
     assert made.ours.lasted_s == lasted_s
 
@@ -167,7 +169,7 @@ def test_whoever_found_since_that_it_can_work_with_all_has_nothing_against_them(
     made.entered()
     if qualified:
         made.qualified()
-    made.failed(LINEAGE, EPOCH, Failure("d talks nonsense", violator="d"), 20.0)
+    made.failed(LINEAGE, EPOCH, ViewFailure("d talks nonsense", violator="d"), 20.0)
     theirs = replace(found({"d": "it talks nonsense"}, checking=False), checked=True)
     for node in "bc":
         made.heard(node, theirs, LINEAGE, EPOCH, 20.0)
@@ -177,18 +179,18 @@ def test_whoever_found_since_that_it_can_work_with_all_has_nothing_against_them(
 
 def test_the_slowest_of_a_slow_view_is_left_out() -> None:
     theirs = {"b": found(work_s=0.1), "c": found(work_s=2.0), "d": found(work_s=0.2)}
-    made = diagnosis(Failure("slow", late=True, slow=True, work_s=0.1), {}, theirs)
+    made = diagnosis(ViewFailure("slow", late=True, slow=True, work_s=0.1), {}, theirs)
     assert culprits(made) == {"c": "it works 2 s for a step, and the others 0.1 s"}
 
 
 def test_a_slow_machine_stays_where_steps_are_as_fast_as_ever() -> None:
     theirs = {"b": found(work_s=0.1), "c": found(work_s=2.0), "d": found(work_s=0.2)}
-    assert culprits(diagnosis(Failure("late", late=True, work_s=0.1), {}, theirs)) == {}
+    assert culprits(diagnosis(ViewFailure("late", late=True, work_s=0.1), {}, theirs)) == {}
 
 
 def test_nobody_is_left_out_of_a_view_that_is_slow_everywhere() -> None:
     theirs = {node: found(slow=True, work_s=1.0) for node in "bcd"}
-    assert culprits(diagnosis(Failure("slow", late=True, slow=True, work_s=1.5), {}, theirs)) == {}
+    assert culprits(diagnosis(ViewFailure("slow", late=True, slow=True, work_s=1.5), {}, theirs)) == {}
 
 
 @pytest.mark.parametrize("turn", range(4))

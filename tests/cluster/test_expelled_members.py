@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 
-from hcsim.cluster.conductor import Introduction
-from hcsim.cluster.node import Node
+from hcsim.cluster.membership_source import NodeInfo
+from hcsim.cluster.node import ClusterNode
 from hcsim.cluster.view import View
 from hcsim.config import Cluster
 from hcsim.errors import HcsimError
@@ -30,7 +30,7 @@ class Home:
         self.world = World(on_switch(names))
         self.config = Cluster(nodes=needed, preset="low_latency")
         self.trusted: dict[str, TrustStore] = {}
-        self.nodes: dict[str, Node] = {}
+        self.nodes: dict[str, ClusterNode] = {}
         self.views: dict[str, View] = {}
         self.told: list[tuple[str, str]] = []
         self.late: dict[str, float] = {}
@@ -39,14 +39,12 @@ class Home:
     def key(self, name: str) -> NodeKey:
         return NodeKey(hashlib.sha256(name.encode()).digest())
 
-    def start(self, host: VirtualHost, key: NodeKey) -> Node:
+    def start(self, host: VirtualHost, key: NodeKey) -> ClusterNode:
         boot, tell = host.rng("boot").getrandbits(40), lambda what: self.told.append((host.name, what))
         trusted = self.trusted[host.name] = TrustStore(FIRST, key, host.name, StoredTrust(host.store))
         proved = Credentials(key, FIRST, boot, host.rng("nonces").randbytes, trusted)
-        me = Introduction(
-            key.node_id, boot, host.name, f"{host.name}:52415", f"{host.name}:52416", trusted.namespace.hex()
-        )
-        return Node(admitted(host, proved, tell), me, self.config, tell, None, trusted)
+        me = NodeInfo(key.node_id, boot, host.name, f"{host.name}:52415", f"{host.name}:52416", trusted.namespace.hex())
+        return ClusterNode(admitted(host, proved, tell), me, self.config, tell, None, trusted)
 
     def run(self, seconds: float) -> None:
         for at_s, act in self.at:
@@ -62,7 +60,7 @@ class Home:
         watching.cancel()
         await node.stop()
 
-    async def _watch(self, name: str, node: Node) -> None:
+    async def _watch(self, name: str, node: ClusterNode) -> None:
         epoch = -1
         while True:
             self.views[name] = await node.view(epoch)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hcsim.cluster.health import Pulse
+from hcsim.cluster.health import FailureDetector
 from hcsim.config import Heartbeat, parse_scenario
 from hcsim.config.cluster import PRESETS
 from hcsim.errors import ConfigError
@@ -16,8 +16,8 @@ from hcsim.units import PositiveSeconds
 EVERY_SECOND = Heartbeat(interval_s=PositiveSeconds(1), timeout_s=PositiveSeconds(10), failures=8)
 
 
-def beating(times_s: list[float], policy: Heartbeat = EVERY_SECOND) -> Pulse:
-    pulse = Pulse(0.0, policy)
+def beating(times_s: list[float], policy: Heartbeat = EVERY_SECOND) -> FailureDetector:
+    pulse = FailureDetector(0.0, policy)
     for time_s in times_s:
         pulse.beat(time_s)
     return pulse
@@ -44,7 +44,7 @@ def test_a_steady_peer_is_suspected_soon_and_a_shaky_one_later():
     steady = beating([float(n) for n in range(1, 21)])
     shaky = beating([n + 0.9 * (n % 2) for n in range(1, 21)])
 
-    def suspected_after_s(pulse: Pulse, last_s: float) -> float:
+    def suspected_after_s(pulse: FailureDetector, last_s: float) -> float:
         return next(s / 10 for s in range(200) if pulse.suspected(last_s + s / 10))
 
     assert suspected_after_s(steady, 20.0) < suspected_after_s(shaky, 20.0) < EVERY_SECOND.timeout_s
@@ -53,7 +53,7 @@ def test_a_steady_peer_is_suspected_soon_and_a_shaky_one_later():
 @pytest.mark.parametrize("preset", PRESETS)
 def test_nobody_is_suspected_while_its_heartbeats_come_as_agreed(preset):
     policy = PRESETS[preset]
-    pulse = Pulse(0.0, policy)
+    pulse = FailureDetector(0.0, policy)
     for n in range(1, 100):
         assert not pulse.suspected(n * policy.interval_s)
         pulse.beat(n * policy.interval_s)
@@ -62,12 +62,14 @@ def test_nobody_is_suspected_while_its_heartbeats_come_as_agreed(preset):
 @pytest.mark.parametrize("preset", PRESETS)
 def test_silence_beyond_the_timeout_is_suspected_without_any_rhythm(preset):
     policy = PRESETS[preset]
-    assert "silent" in Pulse(0.0, policy).suspected(float(policy.timeout_s))
+    assert "silent" in FailureDetector(0.0, policy).suspected(float(policy.timeout_s))
 
 
 @pytest.mark.parametrize("failures", [2, 3, 5])
 def test_so_many_missed_heartbeats_are_enough_and_one_fewer_is_not(failures):
-    pulse = Pulse(7.0, Heartbeat(interval_s=PositiveSeconds(0.5), timeout_s=PositiveSeconds(60), failures=failures))
+    pulse = FailureDetector(
+        7.0, Heartbeat(interval_s=PositiveSeconds(0.5), timeout_s=PositiveSeconds(60), failures=failures)
+    )
     due_s = 7.0 + failures * 0.5
     assert not pulse.suspected(due_s - 1e-6)
     assert pulse.suspected(due_s) == f"{failures} heartbeats overdue"
@@ -103,7 +105,7 @@ def test_time_in_which_we_could_not_hear_is_no_silence_and_no_rhythm():
 
 
 def test_latency_is_an_exponential_moving_average_of_round_trips():
-    pulse = Pulse(0.0, EVERY_SECOND)
+    pulse = FailureDetector(0.0, EVERY_SECOND)
     for round_trip_s in (0.010, 0.020, 0.010):
         pulse.echoed(round_trip_s)
     assert pulse.latency_s == pytest.approx(0.8 * (0.8 * 0.010 + 0.2 * 0.020) + 0.2 * 0.010)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hcsim.cluster.joining import Inviting, Knock, Welcome, find, knock, thank
+from hcsim.cluster.joining import InvitationServer, Knock, Welcome, find, knock, thank
 from hcsim.errors import HcsimError
 from hcsim.identity.handshake import Credentials
 from hcsim.identity.key import NodeKey
@@ -46,7 +46,7 @@ class Door:
         a = self.world.host("a")
         self.trusted = TrustStore(FIRST, key("a"), "a", StoredTrust(a.store))
         self.invitation = Invitation(uses, lasts_s)
-        self.inviting = Inviting(inside(a), self.trusted, FIRST, self.invitation, self.told.append)
+        self.inviting = InvitationServer(inside(a), self.trusted, FIRST, self.invitation, self.told.append)
         self.was_used_up: bool | None = None
 
     def run(self, body: Callable[..., Coroutine[Any, Any, Any]]) -> Any:

@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hcsim.cluster.view import Rules
+from hcsim.cluster.view import MembershipRules
 from tests.cluster.machines import Lan, Machine
 
 
 def formed(count: int, quorum: str = "tiebreak") -> tuple[Lan, list[Machine]]:
-    lan = Lan(count, Rules(count, quorum))  # type: ignore[arg-type]
+    lan = Lan(count, MembershipRules(count, quorum))  # type: ignore[arg-type]
     lan.rounds(10)
     assert lan.together()
     return lan, [*lan.machines]
@@ -129,7 +129,7 @@ def test_with_any_as_the_rule_those_who_were_started_anew_join_those_who_went_on
 
 @pytest.mark.parametrize(("address", "known"), [("10.0.0.7|[fd00::8]:2", True), ("10.0.0.7|[fd00::8]:3", False)])
 def test_one_whose_disk_was_lost_is_known_by_one_of_its_addresses_for_others_change(address, known):
-    lan = Lan(2, Rules(2))
+    lan = Lan(2, MembershipRules(2))
     a, b = lan.machines
     a.address = "10.0.0.7|[fd00::7]:2"
     a.start()

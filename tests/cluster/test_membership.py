@@ -11,11 +11,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from hcsim.cluster.agreement import Record
-from hcsim.cluster.diagnosis import Accusation, Failure
-from hcsim.cluster.membership import Adopted, Membership, Over, Qualify, Send
-from hcsim.cluster.messages import Message
-from hcsim.cluster.view import ASTRAY_S, PATIENCE_S, Member, Rules, View
+from hcsim.cluster.agreement import AcceptorState
+from hcsim.cluster.diagnosis import Accusation, ViewFailure
+from hcsim.cluster.membership import AdoptView, CheckNewcomer, EndEpoch, Membership, SendMessage
+from hcsim.cluster.messages import ControlMessage
+from hcsim.cluster.view import ASTRAY_S, PATIENCE_S, Member, MembershipRules, View
 
 
 class Machine:
@@ -26,7 +26,7 @@ class Machine:
         self.node = node
         self.name = name or node
         self.boot = 0
-        self.disk: Record | None = None
+        self.disk: AcceptorState | None = None
         self.seen: list[View] = []
         self.start()
 
@@ -42,10 +42,10 @@ class Machine:
         self.core = Membership(us, f"{self.name}:52415", self.bench.rules, self.disk, self.save)
         self.drain()
 
-    def save(self, record: Record) -> None:
+    def save(self, record: AcceptorState) -> None:
         self.disk = record
 
-    def set_back(self, backup: Record | None) -> None:
+    def set_back(self, backup: AcceptorState | None) -> None:
         """Start from an older disk: what was promised since is forgotten."""
         self.disk = backup
         self.seen = []
@@ -55,20 +55,20 @@ class Machine:
         while self.core.effects:
             effects, self.core.effects = self.core.effects, []
             for effect in effects:
-                if isinstance(effect, Send):
+                if isinstance(effect, SendMessage):
                     self.bench.mail.append((self.node, effect.to, effect.message))
-                elif isinstance(effect, Qualify):
+                elif isinstance(effect, CheckNewcomer):
                     self.core.qualified(effect.lineage, self.bench.now)
-                elif isinstance(effect, Adopted):
+                elif isinstance(effect, AdoptView):
                     self.seen.append(effect.view)
                     self.bench.adopted(self, effect.view)
 
 
 class Bench:
-    def __init__(self, count: int, rules: Rules) -> None:
+    def __init__(self, count: int, rules: MembershipRules) -> None:
         self.rules = rules
         self.now = 0.0
-        self.mail: list[tuple[str, str, Message]] = []
+        self.mail: list[tuple[str, str, ControlMessage]] = []
         self.successors: dict[tuple[str, int], View] = {}
         self.disks_last = True
         """Whether nobody was set back to an earlier day: only then has each view one successor."""
@@ -159,7 +159,7 @@ ACTIONS = st.lists(st.tuples(st.sampled_from(KINDS), st.integers(0, 30), st.inte
 @settings(max_examples=150)
 @given(st.integers(2, 5), st.sampled_from(["majority", "tiebreak", "any"]), st.booleans(), ACTIONS)
 def test_a_view_has_one_successor_and_all_come_together_in_the_end(count, quorum, formed_first, actions):
-    bench = Bench(count, Rules(count, quorum))
+    bench = Bench(count, MembershipRules(count, quorum))
     if formed_first:
         bench.heal(8)
     for action in actions:
@@ -174,7 +174,7 @@ def test_a_view_has_one_successor_and_all_come_together_in_the_end(count, quorum
 
 
 def formed(count: int, quorum: str = "tiebreak") -> Bench:
-    bench = Bench(count, Rules(count, quorum))  # type: ignore[arg-type]
+    bench = Bench(count, MembershipRules(count, quorum))  # type: ignore[arg-type]
     bench.heal(6)
     return bench
 
@@ -210,7 +210,7 @@ def test_work_ends_at_once_where_a_member_says_that_it_failed():
     epoch = first.core.view.epoch
     first.core.broken(epoch, "its disk is on fire", bench.now)
     other.core.heard(first.core.status, bench.now)
-    assert Over(epoch, "its disk is on fire") in other.core.effects
+    assert EndEpoch(epoch, "its disk is on fire") in other.core.effects
 
 
 def test_the_larger_side_of_a_split_cluster_goes_on():
@@ -252,7 +252,7 @@ def test_a_member_that_went_on_by_itself_is_no_reason_why_a_view_failed():
     bench.mail.clear()
     bench.gossip("a", "b")
     a = bench.machines["a"].core
-    a.broken(a.view.epoch, Failure("nothing came from b", waited_for="b", stalled_s=20.0), bench.now)
+    a.broken(a.view.epoch, ViewFailure("nothing came from b", waited_for="b", stalled_s=20.0), bench.now)
     bench.pass_time(ASTRAY_S)
     bench.pass_time(2 * PATIENCE_S)
     assert (members(bench, "a"), members(bench, "b")) == ("a", "b")
@@ -263,7 +263,7 @@ def test_a_member_that_went_on_by_itself_is_no_reason_why_a_view_failed():
 def test_one_that_was_left_out_does_not_wait_for_a_cluster_that_cannot_change():
     bench = formed(2, "any")
     a, b = bench.machines["a"].core, bench.machines["b"].core
-    a.broken(a.view.epoch, Failure("b sends what nobody should", violator="b"), bench.now)
+    a.broken(a.view.epoch, ViewFailure("b sends what nobody should", violator="b"), bench.now)
     bench.machines["a"].drain()
     while members(bench, "b") != "b":
         bench.deliver(0)
@@ -280,7 +280,7 @@ def test_those_who_were_left_out_go_on_where_any_may_once_all_others_have_gone(q
     bench = formed(4, quorum)
     a, b = bench.machines["a"].core, bench.machines["b"].core
     for core in (a, b):
-        violation = Failure("c and d send what nobody should", violator="c", accusations=(Accusation("d", "as c"),))
+        violation = ViewFailure("c and d send what nobody should", violator="c", accusations=(Accusation("d", "as c"),))
         core.broken(core.view.epoch, violation, bench.now)
     for name in "ab":
         bench.machines[name].drain()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from hcsim.cluster.diagnosis import Failure
-from hcsim.cluster.node import Node
+from hcsim.cluster.diagnosis import ViewFailure
+from hcsim.cluster.node import ClusterNode
 from hcsim.cluster.view import View
 from hcsim.errors import HcsimError
 from tests.cluster.nodes import Party
@@ -13,18 +13,18 @@ from tests.cluster.nodes import Party
 ABC = ("a", "b", "c")
 
 
-async def end(node: Node, outcome: str) -> None:
+async def end(node: ClusterNode, outcome: str) -> None:
     node.finish(outcome)
     await node.leave()
     await node.stop("it has finished or left")
 
 
-async def accuse(node: Node, who: str) -> View:
+async def accuse(node: ClusterNode, who: str) -> View:
     """In the first view of all three, say that one breaks the protocol; the view that follows."""
     view = await node.view(-1)
     while len(view.members) < 3:
         view = await node.view(view.epoch)
-    node.broken(view.epoch, Failure(f"{who} talks nonsense", violator=who))
+    node.broken(view.epoch, ViewFailure(f"{who} talks nonsense", violator=who))
     return await node.view(view.epoch)
 
 
@@ -36,11 +36,11 @@ def test_one_that_holds_what_the_others_ended_with_waits_no_longer_once_they_hav
 ):
     party, found = Party(ABC), dict[str, View | None]()
 
-    async def go(node: Node) -> None:
+    async def go(node: ClusterNode) -> None:
         await node.view(-1)
         await end(node, "all")
 
-    async def stay(node: Node) -> None:
+    async def stay(node: ClusterNode) -> None:
         first = await node.view(-1)
         found["next"] = await node.view(first.epoch, outcome)
 
@@ -53,11 +53,11 @@ def test_one_that_holds_what_the_others_ended_with_waits_no_longer_once_they_hav
 def test_one_that_was_left_out_does_not_begin_anew_when_the_others_have_finished():
     party, told = Party(ABC), list[str]()
 
-    async def finish(node: Node) -> None:
+    async def finish(node: ClusterNode) -> None:
         assert (await accuse(node, "c")).nodes == ("a", "b")
         await end(node, "all")
 
-    async def wait(node: Node) -> None:
+    async def wait(node: ClusterNode) -> None:
         first = await node.view(-1)
         try:
             await node.view(first.epoch)
@@ -73,7 +73,7 @@ def test_one_that_was_left_out_waits_for_those_who_go_on_also_where_it_may_work_
     party = Party(ABC)
     party.config = type(party.config)(nodes=1, preset="low_latency")
 
-    async def report(node: Node) -> None:
+    async def report(node: ClusterNode) -> None:
         await accuse(node, "c")
 
     party.meanwhile = {"a": report, "b": report}

@@ -7,11 +7,11 @@ from itertools import pairwise
 
 import pytest
 
-from hcsim.cluster.agreement import Record
-from hcsim.cluster.conductor import Introduction
-from hcsim.cluster.diagnosis import Failure
+from hcsim.cluster.agreement import AcceptorState
+from hcsim.cluster.diagnosis import ViewFailure
 from hcsim.cluster.discovery import Announcement
-from hcsim.cluster.node import Node
+from hcsim.cluster.membership_source import NodeInfo
+from hcsim.cluster.node import ClusterNode
 from hcsim.cluster.view import ASTRAY_S, PATIENCE_S, View
 from hcsim.config import AnyFault, Cluster, Crash, FullDisk, Heartbeat, Partition, Pause, Reset, Restart, SlowDisk
 from hcsim.runtime.host import kept
@@ -135,7 +135,7 @@ def test_who_hears_nobody_is_left_out_as_soon_as_it_is_missed_and_comes_back(quo
 def test_one_that_leaves_the_smaller_side_of_a_cluster_that_split_gets_out():
     took_s: list[float] = []
 
-    async def go(node: Node) -> None:
+    async def go(node: ClusterNode) -> None:
         host = party.world.host("c")
         await host.clock.sleep(60.2)
         began_s = host.loop.time()
@@ -181,9 +181,9 @@ def test_a_broken_connection_between_two_that_are_well_changes_nothing():
 def test_work_that_failed_gets_a_new_view_with_the_same_members():
     party = Party(ABC)
 
-    async def complain(node: Node) -> None:
+    async def complain(node: ClusterNode) -> None:
         view = await node.view(-1)
-        node.broken(view.epoch, Failure("as a test"))
+        node.broken(view.epoch, ViewFailure("as a test"))
         assert await node.over(view.epoch) == "as a test"
 
     party.meanwhile["b"] = complain
@@ -197,11 +197,11 @@ def test_work_that_failed_gets_a_new_view_with_the_same_members():
 def test_members_whose_views_never_work_ask_for_others_less_and_less_often():
     party = Party(ABC)
 
-    async def complain(node: Node) -> None:
+    async def complain(node: ClusterNode) -> None:
         epoch = -1
         while True:
             epoch = (await node.view(epoch)).epoch
-            node.broken(epoch, Failure("as a test"))
+            node.broken(epoch, ViewFailure("as a test"))
 
     for name in ABC:
         party.meanwhile[name] = complain
@@ -215,11 +215,11 @@ def test_one_that_leaves_is_missed_in_the_next_view_and_nothing_is_cut_short():
     party = Party(ABC)
     over: list[bool] = []
 
-    async def go(node: Node) -> None:
+    async def go(node: ClusterNode) -> None:
         await node.view(-1)
         await node.leave()
 
-    async def stay(node: Node) -> None:
+    async def stay(node: ClusterNode) -> None:
         first: View = await node.view(-1)
         await node.view(first.epoch)
         over.append(node.over(first.epoch).done())
@@ -283,7 +283,7 @@ def test_an_address_where_another_node_answers_does_not_hide_the_one_that_was_an
     cut = Partition(sides=(("c",), ("a",)), **after(0, 3))
     party = Party(ABC, [cut], peer_timeout_s=PositiveSeconds(2))
 
-    async def mislead(node: Node) -> None:
+    async def mislead(node: ClusterNode) -> None:
         for about in "ac":
             record = Announcement(about, f"old {about}", "", 1, "b:52415")
             await party.world.host("b").lan.advertise(record.service())
@@ -296,11 +296,11 @@ def test_an_address_where_another_node_answers_does_not_hide_the_one_that_was_an
 class WithCopy(Party):
     """Host d has the key of host a."""
 
-    def node(self, host: VirtualHost) -> Node:
+    def node(self, host: VirtualHost) -> ClusterNode:
         node = "a" if host.name == "d" else host.name
         boot = host.rng("boot").getrandbits(47)
-        me = Introduction(node, boot, host.name, f"{host.name}:52415", f"{host.name}:52416")
-        return Node(host, me, self.config, lambda what: self.told.append((host.name, what)))
+        me = NodeInfo(node, boot, host.name, f"{host.name}:52415", f"{host.name}:52416")
+        return ClusterNode(host, me, self.config, lambda what: self.told.append((host.name, what)))
 
 
 @pytest.mark.slow
@@ -324,7 +324,7 @@ def test_a_sole_member_that_is_started_anew_is_in_a_view_at_once():
 
 
 def test_the_last_member_is_in_a_view_again_when_the_others_left_before_it():
-    async def leave(node: Node) -> None:
+    async def leave(node: ClusterNode) -> None:
         await party.world.host(node.us.name).clock.sleep({"b": 4, "c": 3}[node.us.name])
         await node.leave()
         await node.stop("it has left")
@@ -344,7 +344,7 @@ def full_disk(node: str, duration_s: float = 100) -> FullDisk:
 def test_a_member_with_a_full_disk_has_no_vote_and_stays(full):
     party = Party("abcde", [full_disk(full), Crash(at_s=Seconds(5), node="e")]).run(12)
     assert [party.members(name) for name in "abcd"] == [[tuple("abcde"), tuple("abcd")]] * 4
-    record = kept(party.world.host(full).store, "membership", Record)
+    record = kept(party.world.host(full).store, "membership", AcceptorState)
     assert record is not None
     assert record.view == party.views[full][0]  # as it was when there was room
     said = [what for name, what in party.told if name == full and "cannot be written" in what]
@@ -417,7 +417,7 @@ def test_a_machine_whose_work_is_done_soon_sees_that_it_can_join():
     party = Party("ab")
     party.config = Cluster(nodes=1, preset="low_latency", quorum="any")
 
-    async def well_late(node: Node) -> None:
+    async def well_late(node: ClusterNode) -> None:
         async def check(peers: Sequence[tuple[str, float]]) -> tuple[str, list[str]]:
             return "" if party.world.loop.time() > 40 else "too hot", ["" for _ in peers]
 
@@ -436,14 +436,14 @@ def test_a_machine_that_waits_before_it_checks_again_hears_that_the_work_of_the_
     party = Party("ab")
     party.config = Cluster(nodes=1, preset="low_latency")
 
-    async def well_late(node: Node) -> None:
+    async def well_late(node: ClusterNode) -> None:
         async def check(peers: Sequence[tuple[str, float]]) -> tuple[str, list[str]]:
             return "" if party.world.loop.time() > 33 else "too hot", ["" for _ in peers]
 
         node.check_with(check)
         await party.world.host("b").clock.sleep(60)
 
-    async def done(node: Node) -> None:
+    async def done(node: ClusterNode) -> None:
         await party.world.host("a").clock.sleep(35)
         while node.preparing(party.views["a"][-1].epoch):
             await party.world.host("a").clock.sleep(0.5)
@@ -459,7 +459,7 @@ def test_a_machine_that_cannot_join_checks_the_members_for_the_last_wish_alone()
     flaps = [Partition(sides=(("c",), ("a", "b")), **after(at_s, 3)) for at_s in range(3, 93, 6)]
     party, most = Party(ABC, flaps), [0, 0]
 
-    async def never_well(node: Node) -> None:
+    async def never_well(node: ClusterNode) -> None:
         async def check(peers: Sequence[tuple[str, float]]) -> tuple[str, list[str]]:
             return "too hot", ["" for _ in peers]
 

@@ -7,12 +7,12 @@ from itertools import pairwise
 
 import pytest
 
-from hcsim.cluster.conductor import LAST_CALL_S
+from hcsim.cluster.membership_source import LAST_CALL_S
 from hcsim.config import parse_scenario
 from hcsim.launch.virtual_cluster import simulate_cluster
 from hcsim.telemetry.trace import Event
 from hcsim.training.run import Report
-from hcsim.training.tasks.convex import Slopes
+from hcsim.training.tasks.convex import LinearTask
 from tests.cluster.sick_members import SICK_MEMBERS
 
 TIMEOUT_S = 10
@@ -69,7 +69,7 @@ def run(
     """What each machine came to, and when it did its last step."""
     events: list[Event] = []
     text = HOME.format(compressor=compressor, steps=STEPS, timeout=TIMEOUT_S, machine=machine) + faults
-    outcome = simulate_cluster(parse_scenario(text, "sick"), what=Slopes(), limit_s=limit_s, sink=events.extend)
+    outcome = simulate_cluster(parse_scenario(text, "sick"), what=LinearTask(), limit_s=limit_s, sink=events.extend)
     last_s = {str(event[2]): int(event[0]) / 1e9 for event in events if event[1] == "applied"}
     return {f"mac-{number}": result for number, result in enumerate(outcome.results, 1)}, last_s
 
@@ -98,7 +98,7 @@ def test_the_others_go_on_at_full_speed(name: str, compressor: str) -> None:
 def test_the_others_do_not_wait_for_the_time_limit_of_an_exchange(name: str) -> None:
     events: list[Event] = []
     text = HOME.format(compressor="none", steps=40, timeout=600, machine=BY_KERNELS) + SICK_MEMBERS[name]
-    simulate_cluster(parse_scenario(text, "sick"), what=Slopes(), limit_s=60, sink=events.extend)
+    simulate_cluster(parse_scenario(text, "sick"), what=LinearTask(), limit_s=60, sink=events.extend)
     done_s = [int(event[0]) / 1e9 for event in events if event[1:3] == ("applied", "mac-1")]
     assert len(done_s) == 40
     assert max(after - before for before, after in pairwise(done_s)) < 20
@@ -135,7 +135,7 @@ def test_a_machine_that_becomes_slow_alone_goes_on_in_its_view() -> None:
     text = HOME.format(compressor="none", steps=STEPS, timeout=TIMEOUT_S, machine=BY_ARITHMETIC) + throttled
     alone = text.replace("count = 4\n", "").replace("nodes = 4", "nodes = 1")
     events: list[Event] = []
-    simulate_cluster(parse_scenario(alone, "alone"), what=Slopes(), sink=events.extend)
+    simulate_cluster(parse_scenario(alone, "alone"), what=LinearTask(), sink=events.extend)
     steps_s = [int(event[0]) / 1e9 for event in events if event[1] == "applied"]
     assert max(after - before for before, after in pairwise(steps_s)) > TIMEOUT_S / 4
     assert not [event for event in events if event[1] == "view failed"]
@@ -149,7 +149,7 @@ def test_members_come_to_the_end_together_though_only_some_see_one_that_wants_to
     text = HOME.format(compressor="none", steps=2 * STEPS, timeout=2, machine=BY_KERNELS)
     text += SICK_MEMBERS["clogged with one peer"]
     scenario = parse_scenario(text.replace("[training]", f'[training]\nstrategy = "{strategy}"'), "sick")
-    outcome = simulate_cluster(scenario, what=Slopes(), limit_s=120, sink=events.extend)
+    outcome = simulate_cluster(scenario, what=LinearTask(), limit_s=120, sink=events.extend)
     assert sum(isinstance(result, Report) and result.steps == 2 * STEPS for result in outcome.results) >= 3
     assert len({event[3] for event in events if event[1] == "view failed"}) == 1, "none fails because of the waiting"
 
@@ -166,7 +166,7 @@ def test_a_parameter_server_and_its_workers_leave_out_nobody_but_who_breaks_the_
     text = HOME.format(compressor="none", steps=STEPS, timeout=TIMEOUT_S, machine=BY_KERNELS)
     text = text.replace("[training]", '[training]\nstrategy = "parameter_server"')
     text += SICK_MEMBERS["misbehaves: unasked"].replace("mac-2", sick)
-    outcome = simulate_cluster(parse_scenario(text, "sick"), what=Slopes(), limit_s=120, tell=tell)
+    outcome = simulate_cluster(parse_scenario(text, "sick"), what=LinearTask(), limit_s=120, tell=tell)
     assert set(left_out) == {sick}
     assert sum(isinstance(result, Report) and result.steps == STEPS for result in outcome.results) >= 3
 
@@ -177,5 +177,5 @@ def test_no_view_is_waited_for_because_a_machine_sends_noise_when_asked_whether_
     text = HOME.format(compressor="none", steps=5, timeout=TIMEOUT_S, machine=BY_KERNELS).replace("4\n", "3\n")
     text = text.replace("[training]", '[training]\nstrategy = "parameter_server"').replace("seed = 3", f"seed = {seed}")
     noise = '[[fault]]\nkind = "misbehave"\nat = "1.2 s"\nnode = "mac-2"\nhow = "noise"\nshare = 0.2\n'
-    outcome = simulate_cluster(parse_scenario(text + noise, "sick"), what=Slopes(), limit_s=100)
+    outcome = simulate_cluster(parse_scenario(text + noise, "sick"), what=LinearTask(), limit_s=100)
     assert sum(isinstance(result, Report) and result.steps == 5 for result in outcome.results) >= 2

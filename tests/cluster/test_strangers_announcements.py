@@ -15,7 +15,7 @@ from hcsim.cluster.discovery import (
     MOST_LINES,
     Announcement,
     Candidate,
-    Candidates,
+    DialQueue,
     Discovery,
     place_of,
 )
@@ -179,7 +179,7 @@ def test_a_cluster_with_another_secret_is_named_once_for_each_machine() -> None:
 
 
 def test_candidates_that_claim_to_be_known_come_first_and_are_not_crowded_out() -> None:
-    candidates = Candidates({"known": 1}.__contains__)
+    candidates = DialQueue({"known": 1}.__contains__)
     for number in range(MOST_CANDIDATES):
         assert candidates.add(Candidate(f"ghost{number}", f"10.0.0.{number}:1"))
     assert not candidates.add(Candidate("one more", "10.0.1.1:1"))

@@ -9,11 +9,11 @@ from itertools import pairwise
 import msgspec
 import pytest
 
-from hcsim.cluster.conductor import Introduction
+from hcsim.cluster.membership_source import NodeInfo
 from hcsim.cluster.view import unlike
 from hcsim.config import Cluster, Training
 from hcsim.errors import ConfigError
-from hcsim.node import Plan, train_as_member
+from hcsim.node import ClusterJob, train_as_member
 from hcsim.training.run import Observer, Point, Report, Run
 from hcsim.transport.hello import Wire
 from hcsim.virtual.host import VirtualHost
@@ -27,7 +27,7 @@ LIMIT_S = 60.0
 
 
 def trained(
-    plans: Mapping[str, Plan],
+    plans: Mapping[str, ClusterJob],
     late_s: Mapping[str, float],
     observe: Callable[[VirtualHost], Observer | None] = lambda host: None,
 ) -> tuple[dict[str, Report | BaseException], dict[str, list[str]]]:
@@ -37,7 +37,7 @@ def trained(
 
     async def on_host(host: VirtualHost) -> Report:
         await host.clock.sleep(late_s.get(host.name, 0.0))
-        me = Introduction(host.name, 1, host.name, f"{host.name}:52415", f"{host.name}:52416")
+        me = NodeInfo(host.name, 1, host.name, f"{host.name}:52415", f"{host.name}:52416")
         async with asyncio.timeout_at(LIMIT_S):
             return await train_as_member(
                 host, me, plans[host.name], observer=observe(host), tell=told[host.name].append, durable=False
@@ -46,10 +46,10 @@ def trained(
     return dict(zip(plans, world.run_on_all(on_host), strict=True)), told
 
 
-def plan(nodes: int, wire: Wire = USUAL, **changes: object) -> Plan:
+def plan(nodes: int, wire: Wire = USUAL, **changes: object) -> ClusterJob:
     cluster = Cluster(nodes=nodes, preset="low_latency", **changes)  # type: ignore[arg-type]
     patient = msgspec.structs.replace(wire, connect_timeout_s=10 * LIMIT_S)  # nobody waits so long
-    return Plan(cluster, Training(task="convex", steps=STEPS), 7, patient)
+    return ClusterJob(cluster, Training(task="convex", steps=STEPS), 7, patient)
 
 
 @pytest.mark.quick_cases(1)
@@ -62,7 +62,9 @@ def plan(nodes: int, wire: Wire = USUAL, **changes: object) -> Plan:
     ],
     ids=["segment", "stripes", "quorum"],
 )
-def test_a_late_one_with_other_options_ends_at_once_and_the_others_train_to_the_end(other: Plan, words: str) -> None:
+def test_a_late_one_with_other_options_ends_at_once_and_the_others_train_to_the_end(
+    other: ClusterJob, words: str
+) -> None:
     results, told = trained({"a": plan(2), "b": other, "c": plan(2)}, {"b": 2.0})
     with pytest.raises(ConfigError, match=f"leads, and was started otherwise: {words}. Start all nodes alike"):
         raise results["b"]  # type: ignore[misc]

@@ -13,15 +13,15 @@ import pytest
 from typer.testing import CliRunner
 
 from hcsim.cli.app import app
-from hcsim.cluster.probe import SCHEMA, Found, Line, Prober, Speed, Took, measure_speed
-from hcsim.cluster.topology import Node, Topology, Way, describe, draw, fastest, survey, table
+from hcsim.cluster.probe import SCHEMA, DeviceSpeed, Found, LinkSpeed, Prober, Took, measure_speed
+from hcsim.cluster.topology import Topology, TopologyEdge, TopologyNode, describe, draw, fastest, survey, table
 from hcsim.collectives.ring_order import ring_order
 from hcsim.config import CATALOGUE, Scenario, idealised, load_scenario, parse_scenario
 from hcsim.errors import RemoteProtocolError, UsageError
 from hcsim.launch.virtual_cluster import measure_topology
 from hcsim.real.host import RealHost, RealOptions
 from hcsim.runtime.host import Chip, Interface, Medium
-from hcsim.virtual.links import Topology as Wires
+from hcsim.virtual.links import ResourceGraph
 from hcsim.virtual.world import World
 
 MIXED = load_scenario("mixed-home")
@@ -33,9 +33,9 @@ def mixed() -> Topology:
     return measure_topology(MIXED)
 
 
-def wires_of(scenario: Scenario, way: Way) -> tuple[float, float, float]:
+def wires_of(scenario: Scenario, way: TopologyEdge) -> tuple[float, float, float]:
     """Bandwidth there and back, and latency, as the scenario has them."""
-    wires = Wires(scenario)
+    wires = ResourceGraph(scenario)
     there = wires.route(way.source, way.target, ("", way.interface))
     assert there is not None
     back = wires.route(way.target, way.source, (there.arrives_by, there.medium))
@@ -76,7 +76,7 @@ def test_a_machine_is_as_fast_as_its_profile(mixed: Topology) -> None:
 
 def test_a_machine_that_takes_no_time_is_infinitely_fast() -> None:
     world = World(idealised(MIXED))
-    assert world.run(measure_speed(world.hosts[0])) == Speed(inf, inf)
+    assert world.run(measure_speed(world.hosts[0])) == DeviceSpeed(inf, inf)
 
 
 def test_the_memory_of_a_machine_is_what_its_profile_says() -> None:
@@ -104,7 +104,7 @@ def test_every_way_into_a_machine_is_known_and_the_same_seed_measures_the_same(m
 
 def test_nodes_and_ways_can_be_sent(mixed: Topology) -> None:
     sent = msgspec.msgpack.encode((mixed.nodes, mixed.ways))
-    nodes, ways = msgspec.msgpack.decode(sent, type=tuple[tuple[Node, ...], tuple[Way, ...]])
+    nodes, ways = msgspec.msgpack.decode(sent, type=tuple[tuple[TopologyNode, ...], tuple[TopologyEdge, ...]])
     assert (nodes, ways) == (mixed.nodes, mixed.ways)
     assert Topology(nodes, ways).addresses("mini", ["studio-1", "laptop", "mini"], 9) == (
         "studio-1%switch:9", "laptop%air:9", "mini:9",
@@ -124,8 +124,8 @@ def test_its_matrices_order_a_ring_that_no_other_order_beats(mixed: Topology) ->
     assert slowest(found) == max(slowest((0, *rest)) for rest in permutations(range(1, len(names))))
 
 
-def way(interface: str, medium: Medium, there: float, back: float, latency_s: float) -> Way:
-    return Way("a", "b", interface, f"b%{interface}", (medium, medium), Line(latency_s, there, back))
+def way(interface: str, medium: Medium, there: float, back: float, latency_s: float) -> TopologyEdge:
+    return TopologyEdge("a", "b", interface, f"b%{interface}", (medium, medium), LinkSpeed(latency_s, there, back))
 
 
 @pytest.mark.parametrize(
@@ -138,7 +138,7 @@ def way(interface: str, medium: Medium, there: float, back: float, latency_s: fl
         ([way("fast-there", E, 1000, 10, 0.1), way("even", E, 100, 100, 0.1)], "even"),
     ],
 )
-def test_the_best_way_is_the_fastest_then_the_nearest(ways: list[Way], best: str) -> None:
+def test_the_best_way_is_the_fastest_then_the_nearest(ways: list[TopologyEdge], best: str) -> None:
     for order in (ways, ways[::-1]):
         chosen = fastest(order)
         assert chosen is not None
@@ -147,21 +147,21 @@ def test_the_best_way_is_the_fastest_then_the_nearest(ways: list[Way], best: str
 
 
 def test_a_way_to_nowhere_is_refused() -> None:
-    node = Node("a", Chip("M1"), Speed(1.0, 1.0), ())
+    node = TopologyNode("a", Chip("M1"), DeviceSpeed(1.0, 1.0), ())
     with pytest.raises(UsageError, match="leads to b"):
         Topology([node], [way("en0", E, 1, 1, 1)])
 
 
 @pytest.mark.slow
 def test_real_machines_measure_each_other_over_loopback() -> None:
-    async def main() -> tuple[Node, list[Way], Line | None]:
+    async def main() -> tuple[TopologyNode, list[TopologyEdge], LinkSpeed | None]:
         async with RealHost(RealOptions("left")) as left, RealHost(RealOptions("right")) as right:
             listener = await right.listen("127.0.0.1:0")
             right.spawn(Prober(right, "right").serve(listener), name="answer probes")
             us = await describe(left, "left")
             port = int(listener.address.rpartition(":")[2])
             there = Interface("en5", Medium.ETHERNET, addresses=("127.0.0.1", "fe80::1"))
-            other = Node(
+            other = TopologyNode(
                 "right", us.chip, us.speed, (there, Interface("lo0", Medium.LOOPBACK, addresses=("127.0.0.1",)))
             )
             prober = Prober(left, "left")
@@ -186,7 +186,7 @@ def test_probes_from_all_sides_at_once_neither_stick_nor_disturb_each_other() ->
     scenario = load_scenario("four-macs-1gbe")
     world = World(scenario)
 
-    async def main() -> list[Line | None]:
+    async def main() -> list[LinkSpeed | None]:
         probers = {host.name: Prober(host, host.name) for host in world.hosts}
         for host in world.hosts:
             listener = await host.listen(f"{host.name}:9")
@@ -207,7 +207,7 @@ def test_probes_from_all_sides_at_once_neither_stick_nor_disturb_each_other() ->
 def test_a_prober_that_dies_gives_its_turn_back() -> None:
     world = World(load_scenario("four-macs-1gbe"))
 
-    async def main() -> Line | None:
+    async def main() -> LinkSpeed | None:
         first, second, third, _ = world.hosts
         listener = await first.listen(f"{first.name}:9")
         first.spawn(Prober(first, first.name).serve(listener), name="serve")
@@ -221,11 +221,11 @@ def test_a_prober_that_dies_gives_its_turn_back() -> None:
 
 @pytest.mark.parametrize("figure", [nan, -1.0, -inf])
 def test_a_figure_that_no_measurement_gives_is_the_peers_fault(figure: float) -> None:
-    lines = Line(figure, 1e8, 1e8), Line(0.1, figure, 1e8), Line(0.1, 1e8, figure)
+    lines = LinkSpeed(figure, 1e8, 1e8), LinkSpeed(0.1, figure, 1e8), LinkSpeed(0.1, 1e8, figure)
     for message in (Took(figure), *map(Found, lines)):
         with pytest.raises(RemoteProtocolError, match="mini does not measure as we do"):
             SCHEMA.decode(msgspec.msgpack.encode(message), "mini")
-    endless = Found(Line(0.0, inf, inf))
+    endless = Found(LinkSpeed(0.0, inf, inf))
     assert SCHEMA.decode(msgspec.msgpack.encode(endless), "mini") == endless
 
 

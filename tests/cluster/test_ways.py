@@ -8,20 +8,20 @@ from itertools import pairwise
 import pytest
 from msgspec.structs import replace
 
-from hcsim.cluster.conductor import Introduction
-from hcsim.cluster.inquiry import Survey
-from hcsim.cluster.messages import Link
+from hcsim.cluster.membership_source import NodeInfo
+from hcsim.cluster.messages import LinkStatus
+from hcsim.cluster.status_client import StatusClient
 from hcsim.config import AnyFault, Cluster, Crash, Pause, Reset, Restart, Scenario, Training, parse_scenario
 from hcsim.errors import ConfigError
 from hcsim.launch.virtual import Outcome
 from hcsim.launch.virtual_cluster import simulate_cluster
-from hcsim.node import Plan, train_as_member
+from hcsim.node import ClusterJob, train_as_member
 from hcsim.runtime.address import address_at
 from hcsim.telemetry.trace import Event
 from hcsim.training.run import Report
 from hcsim.units import PositiveSeconds, Seconds
 from hcsim.virtual.host import VirtualHost
-from hcsim.virtual.links import Topology
+from hcsim.virtual.links import ResourceGraph
 from hcsim.virtual.world import World
 from tests.switches import on_switch
 from tests.training.elastic.script import SEED, train
@@ -71,17 +71,17 @@ def digest(outcome: Outcome[Report]) -> str | None:
     return only
 
 
-def asked_while_training(scenario: Scenario, at_s: float) -> tuple[dict[str, dict[str, Link]], list[float]]:
+def asked_while_training(scenario: Scenario, at_s: float) -> tuple[dict[str, dict[str, LinkStatus]], list[float]]:
     """Every node's links by the other's name, as told to somebody who asks at that time; and gauges of bandwidth."""
     world = World(scenario)
     assert scenario.cluster is not None
     assert scenario.training is not None
-    plan = Plan(scenario.cluster, scenario.training, scenario.seed)
-    surveys: list[Survey] = []
+    plan = ClusterJob(scenario.cluster, scenario.training, scenario.seed)
+    surveys: list[StatusClient] = []
 
     async def look(host: VirtualHost) -> None:
         await host.clock.sleep(at_s)
-        surveys.append(Survey(host, "", 1.0))
+        surveys.append(StatusClient(host, "", 1.0))
         await surveys[0].run((), 0.5)
 
     async def on_host(host: VirtualHost) -> Report:
@@ -89,7 +89,7 @@ def asked_while_training(scenario: Scenario, at_s: float) -> tuple[dict[str, dic
         control, data = (address_at(hosts, port) for port in PORTS)
         if host.name == "mini":
             host.spawn(look(host), name="look")
-        return await train_as_member(host, Introduction(host.name, 1, host.name, control, data), plan, durable=False)
+        return await train_as_member(host, NodeInfo(host.name, 1, host.name, control, data), plan, durable=False)
 
     results = world.run_on_all(on_host)
     assert all(isinstance(result, Report) for result in results), results
@@ -109,7 +109,7 @@ def asked_while_training(scenario: Scenario, at_s: float) -> tuple[dict[str, dic
 def wires_Bps(scenario: Scenario, ends: tuple[str, str]) -> float:
     """What the scenario has between two interfaces."""
     (source, _), (target, interface) = (end.split("%") for end in ends)
-    path = Topology(scenario).route(source, target, ("", interface))
+    path = ResourceGraph(scenario).route(source, target, ("", interface))
     assert path is not None
     return path.rate_bytes_ps
 
@@ -262,8 +262,8 @@ def test_members_that_do_not_agree_on_whether_choices_follow_the_links_say_so() 
         assert scenario.training is not None
         cluster = Cluster(nodes=3, preset="low_latency", measure="order" if host.name == "c" else "links")
         control, data = (f"{host.name}:{port}" for port in PORTS)
-        plan = Plan(cluster, scenario.training, SEED)
-        return await train_as_member(host, Introduction(host.name, 1, host.name, control, data), plan, durable=False)
+        plan = ClusterJob(cluster, scenario.training, SEED)
+        return await train_as_member(host, NodeInfo(host.name, 1, host.name, control, data), plan, durable=False)
 
     results: Mapping[str, object] = dict(zip(ABC, world.run_on_all(on_host), strict=True))
     wrong = [result for result in results.values() if isinstance(result, ConfigError)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hcsim.collectives import operation
-from hcsim.collectives.operation import DONE, FAILED, NEXT, QUEUED, RUNNING, State
+from hcsim.collectives.operation import DONE, FAILED, NEXT, QUEUED, RUNNING, OperationState
 
 
 def test_every_operation_can_come_to_a_good_and_to_a_bad_end() -> None:
@@ -23,15 +23,15 @@ def test_all_states_follow_from_the_first_and_only_one_that_runs_is_done() -> No
 
 
 @pytest.mark.parametrize("state", NEXT)
-def test_the_text_at_the_top_of_the_file_names_every_state(state: State) -> None:
+def test_the_text_at_the_top_of_the_file_names_every_state(state: OperationState) -> None:
     assert operation.__doc__ is not None
     (line,) = [line for line in operation.__doc__.splitlines() if line.strip().startswith(state.upper())]
     named = [other for other in NEXT if other.upper() in line.split(state.upper(), 1)[1]]
     assert named == [other for other in NEXT if other in NEXT[state] and other != FAILED]
 
 
-def reachable(state: State) -> list[State]:
-    found: list[State] = []
+def reachable(state: OperationState) -> list[OperationState]:
+    found: list[OperationState] = []
     ahead = list(NEXT[state])
     while ahead:
         following = ahead.pop()

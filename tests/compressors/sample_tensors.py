@@ -11,7 +11,7 @@ import numpy as np
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
-from hcsim.compressors.base import Array, Ident, Linear
+from hcsim.compressors.base import Array, Ident, LinearCompressor
 from hcsim.compressors.kernels import plain
 
 
@@ -63,7 +63,7 @@ def tensors(draw: st.DrawFn) -> Array:
     return flat.astype(np.float32).reshape(shape)
 
 
-def exchanged(ranks: Sequence[Linear], inputs: Sequence[Array], of: Ident) -> list[Array]:
+def exchanged(ranks: Sequence[LinearCompressor], inputs: Sequence[Array], of: Ident) -> list[Array]:
     """Drive all ranks' rounds in lockstep, summing factors in the order of ranks; each rank's total."""
     totals = [tensor.copy() for tensor in inputs]
     rounds = [rank.rounds(total, of) for rank, total in zip(ranks, totals, strict=True)]

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from sample_tensors import ALL, EXACT, LINEAR, SPARSE, exchanged, quick, tensors
 
-from hcsim.compressors.base import Array, Ident, Kind
-from hcsim.compressors.feedback import Feedback
+from hcsim.compressors.base import Array, Ident, PayloadKind
+from hcsim.compressors.feedback import ErrorFeedback
 from hcsim.compressors.registry import make
 from hcsim.errors import CompressionError, UsageError
 
@@ -19,7 +19,7 @@ def gradient(step: int, shape: tuple[int, ...] = (25, 30), rank: int = 0) -> Arr
     return np.random.default_rng([step, rank]).standard_normal(shape).astype(np.float32)
 
 
-def sent(compressor: Feedback, tensor: Array, of: Ident) -> Array:
+def sent(compressor: ErrorFeedback, tensor: Array, of: Ident) -> Array:
     out = np.empty_like(tensor)
     compressor.decode(compressor.encode(tensor, of), out, of)
     return out
@@ -149,7 +149,7 @@ def test_a_residual_of_another_shape_is_refused():
 def test_pieces_of_a_tensor_and_a_second_encoding_are_kept_account_of():
     """As an aggregator does it: encode slices itself, keep both errors, and still nothing is lost."""
     compressor = make("int8+ef", seed=1, rank=0)
-    assert isinstance(compressor, Feedback)
+    assert isinstance(compressor, ErrorFeedback)
     total_in, delivered = np.zeros(100), np.zeros(100)
     for step in range(6):
         x = gradient(step, (100,))
@@ -171,7 +171,7 @@ def test_pieces_of_a_tensor_and_a_second_encoding_are_kept_account_of():
 
 def test_what_does_not_fit_is_not_kept():
     compressor = make("int8+ef", seed=1, rank=0)
-    assert isinstance(compressor, Feedback)
+    assert isinstance(compressor, ErrorFeedback)
     of = Ident("w", 0)
     with pytest.raises(UsageError, match="nothing was proposed"):
         compressor.keep(np.zeros(5, np.float32), of)
@@ -198,10 +198,10 @@ def test_feedback_changes_neither_kind_nor_bytes(spec):
     assert (plain.kind, plain.sized) == (wrapped.kind, wrapped.sized)
     assert plain.size_bytes((20, 30)) == wrapped.size_bytes((20, 30))
     assert wrapped.encode_work((20, 30)).moved_bytes > plain.encode_work((20, 30)).moved_bytes > 0
-    if plain.kind is Kind.LINEAR:
+    if plain.kind is PayloadKind.LINEAR:
         assert plain.round_bytes((20, 30)) == wrapped.round_bytes((20, 30))
 
 
 def test_feedback_is_not_wrapped_twice():
     with pytest.raises(UsageError, match="has error feedback already"):
-        Feedback(make("fp16+ef", seed=1, rank=0))
+        ErrorFeedback(make("fp16+ef", seed=1, rank=0))

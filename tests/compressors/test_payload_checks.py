@@ -10,7 +10,7 @@ import torch
 import zstandard
 from sample_tensors import ALL
 
-from hcsim.compressors.base import Array, Bytes, Compressor, Ident
+from hcsim.compressors.base import Array, ByteArray, Compressor, Ident
 from hcsim.compressors.encoding import HEADER_BYTES, as_array
 from hcsim.compressors.registry import make
 from hcsim.errors import CompressionError, NotFinite, UsageError
@@ -27,11 +27,11 @@ def tensor() -> Array:
     return np.random.default_rng(8).standard_normal(SHAPE).astype(np.float32)
 
 
-def payload_of(spec: str) -> Bytes:
+def payload_of(spec: str) -> ByteArray:
     return compressor(spec).encode(tensor(), OF).copy()
 
 
-def refused(spec: str, payload: Bytes, match: str = "") -> None:
+def refused(spec: str, payload: ByteArray, match: str = "") -> None:
     """By each way to decode."""
     for way in ("decode", "add", "subtract"):
         out = np.full(SHAPE, 5, np.float32)
@@ -190,7 +190,7 @@ def test_indices_out_of_range_repeated_or_out_of_order_are_refused(change, match
     refused("topk:0.3", payload, match)
 
 
-def zstd_payload(frame: bytes) -> Bytes:
+def zstd_payload(frame: bytes) -> ByteArray:
     head = payload_of("zstd")[:HEADER_BYTES].tobytes()
     return np.frombuffer(head + struct.pack("<I", len(frame)) + frame, np.uint8)
 

@@ -8,7 +8,7 @@ import sys
 import pytest
 from sample_tensors import ALL
 
-from hcsim.compressors.base import Kind
+from hcsim.compressors.base import PayloadKind
 from hcsim.compressors.registry import make, specs
 from hcsim.errors import ConfigError
 
@@ -18,11 +18,20 @@ def test_a_spec_is_read_as_it_is_written(spec):
     assert make(spec, seed=1, rank=0).spec == spec
 
 
-@pytest.mark.parametrize(("spec", "kind"), [
-    ("none", Kind.LINEAR), ("randomk:0.1", Kind.LINEAR), ("powersgd:2", Kind.LINEAR), ("topk:0.1", Kind.SPARSE),
-    ("fp16", Kind.QUANTISED), ("bf16", Kind.QUANTISED), ("int8", Kind.QUANTISED), ("onebit", Kind.QUANTISED),
-    ("zstd", Kind.QUANTISED),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("spec", "kind"),
+    [
+        ("none", PayloadKind.LINEAR),
+        ("randomk:0.1", PayloadKind.LINEAR),
+        ("powersgd:2", PayloadKind.LINEAR),
+        ("topk:0.1", PayloadKind.SPARSE),
+        ("fp16", PayloadKind.QUANTISED),
+        ("bf16", PayloadKind.QUANTISED),
+        ("int8", PayloadKind.QUANTISED),
+        ("onebit", PayloadKind.QUANTISED),
+        ("zstd", PayloadKind.QUANTISED),
+    ],
+)
 def test_the_kind_says_how_payloads_are_combined(spec, kind):
     assert make(spec, seed=1, rank=0).kind is kind
 

@@ -12,15 +12,15 @@ import pytest
 
 from hcsim import Group
 from hcsim.errors import AdmissionRefused, ChannelBroken, ChannelClosed, ChannelError, DeadlineExceeded, PeerRefused
-from hcsim.identity.handshake import MAX_MESSAGE_BYTES, Credentials, Handshake, Role
+from hcsim.identity.handshake import MAX_MESSAGE_BYTES, Credentials, Handshake, HandshakeRole
 from hcsim.identity.key import NodeKey
 from hcsim.identity.namespace import ClusterSecret
-from hcsim.identity.trust_list import Reason
+from hcsim.identity.trust_list import RefusalReason
 from hcsim.rng import stream
 from hcsim.runtime.frame import Header, Kind
 from hcsim.transport import admission
-from hcsim.transport.admission import AdmittedHost, Verdict
-from hcsim.transport.hello import Membership
+from hcsim.transport.admission import AdmissionOutcome, AdmittedHost
+from hcsim.transport.hello import GroupMembership
 from tests.contracts.conftest import Arena
 
 OURS, THEIRS = ClusterSecret(bytes(range(16))), ClusterSecret(bytes(range(1, 17)))
@@ -36,14 +36,16 @@ def allocate(header: Header) -> None:
     return None
 
 
-async def listening(arena: Arena, host: Any, credentials: Credentials, verdicts: list[Verdict] | None = None) -> Any:
+async def listening(
+    arena: Arena, host: Any, credentials: Credentials, verdicts: list[AdmissionOutcome] | None = None
+) -> Any:
     observer = None if verdicts is None else verdicts.append
     return await AdmittedHost(host, credentials, observer).listen(arena.address(host))
 
 
 def test_members_know_each_other_and_talk(arena: Arena) -> None:
     async def body(left: Any, right: Any) -> None:
-        seen: list[Verdict] = []
+        seen: list[AdmissionOutcome] = []
         listener = await listening(arena, right, member("right", boot=5), seen)
         client = await AdmittedHost(left, member("left", boot=9), seen.append).connect(listener.address)
         server = await listener.accept()
@@ -68,15 +70,15 @@ def test_members_know_each_other_and_talk(arena: Arena) -> None:
 @pytest.mark.parametrize(
     ("caller", "reason", "words"),
     [
-        (member("left", THEIRS), Reason.OTHER_CLUSTER, "another cluster"),
-        (member("right", boot=77), Reason.COPIED_IDENTITY, "node_key was copied"),
+        (member("left", THEIRS), RefusalReason.OTHER_CLUSTER, "another cluster"),
+        (member("right", boot=77), RefusalReason.COPIED_IDENTITY, "node_key was copied"),
     ],
 )
 def test_who_is_refused_hears_why_and_so_does_who_refuses(
-    arena: Arena, caller: Credentials, reason: Reason, words: str
+    arena: Arena, caller: Credentials, reason: RefusalReason, words: str
 ) -> None:
     async def body(left: Any, right: Any) -> None:
-        seen: list[Verdict] = []
+        seen: list[AdmissionOutcome] = []
         listener = await listening(arena, right, member("right"), seen)
         accepting = asyncio.ensure_future(listener.accept())
         with pytest.raises(AdmissionRefused, match=f"refused us: .*{words}") as refused:
@@ -109,7 +111,7 @@ def test_a_listener_of_another_cluster_is_not_trusted_either(arena: Arena) -> No
         listener = await listening(arena, right, member("right", impostor))
         with pytest.raises(AdmissionRefused) as refused:
             await AdmittedHost(left, member("left")).connect(listener.address)
-        assert refused.value.reason == Reason.WRONG_SECRET.name
+        assert refused.value.reason == RefusalReason.WRONG_SECRET.name
         await listener.close()
 
     arena.run(body)
@@ -117,17 +119,17 @@ def test_a_listener_of_another_cluster_is_not_trusted_either(arena: Arena) -> No
 
 def test_nothing_gets_through_without_a_handshake(arena: Arena) -> None:
     async def body(left: Any, right: Any) -> None:
-        seen: list[Verdict] = []
+        seen: list[AdmissionOutcome] = []
         listener = await listening(arena, right, member("right"), seen)
         for kind, data in ((Kind.DATA, b"tensor"), (Kind.HELLO, b"hello"), (Kind.CONTROL, bytes(107)), (Kind.BYE, b"")):
             stranger = await left.connect(listener.address)
             await stranger.send(Header(len(data), kind), memoryview(data))
             header, payload = await stranger.recv(allocate)
-            assert (header.kind, bytes(payload)) == (Kind.HELLO, bytes([3, Reason.MALFORMED]))
+            assert (header.kind, bytes(payload)) == (Kind.HELLO, bytes([3, RefusalReason.MALFORMED]))
             with pytest.raises(ChannelBroken):
                 await stranger.recv(allocate)
             await stranger.close()
-        assert [verdict.reason for verdict in seen] == [Reason.MALFORMED] * 4
+        assert [verdict.reason for verdict in seen] == [RefusalReason.MALFORMED] * 4
         await listener.close()
 
     arena.run(body)
@@ -135,7 +137,7 @@ def test_nothing_gets_through_without_a_handshake(arena: Arena) -> None:
 
 def test_a_stranger_may_not_send_much(arena: Arena) -> None:
     async def body(left: Any, right: Any) -> None:
-        seen: list[Verdict] = []
+        seen: list[AdmissionOutcome] = []
         listener = await listening(arena, right, member("right"), seen)
         stranger = await left.connect(listener.address)
         size = MAX_MESSAGE_BYTES + 1
@@ -143,7 +145,7 @@ def test_a_stranger_may_not_send_much(arena: Arena) -> None:
         with pytest.raises(ChannelError):
             await stranger.recv(allocate)
         await stranger.close()
-        assert [verdict.reason for verdict in seen] == [Reason.MALFORMED]
+        assert [verdict.reason for verdict in seen] == [RefusalReason.MALFORMED]
         await listener.close()
 
     arena.run(body)
@@ -159,7 +161,7 @@ def test_a_silent_stranger_holds_nobody_up_is_let_go_and_told_why(
         with monkeypatch.context() as patch:  # not for the client, which has as much time as a busy machine needs
             patch.setattr(admission, "ADMISSION_TIMEOUT_S", 0.2)
             another = await left.connect(listener.address)
-            assert bytes((await another.recv(allocate))[1]) == bytes([3, Reason.TOO_SLOW])
+            assert bytes((await another.recv(allocate))[1]) == bytes([3, RefusalReason.TOO_SLOW])
         for channel in (silent, another, client):
             await channel.close()
         await listener.close()
@@ -172,7 +174,7 @@ def test_a_source_has_only_so_many_strangers_at_the_door(arena: Arena) -> None:
         listener = await listening(arena, right, member("right"))
         silent = [await left.connect(listener.address) for _ in range(admission.MAX_HALF_OPEN_PER_SOURCE)]
         one_more = await left.connect(listener.address)
-        assert bytes((await one_more.recv(allocate))[1]) == bytes([3, Reason.TOO_MANY_CALLERS])
+        assert bytes((await one_more.recv(allocate))[1]) == bytes([3, RefusalReason.TOO_MANY_CALLERS])
         for channel in (*silent, one_more):
             await channel.close()
         client = await AdmittedHost(left, member("left")).connect(listener.address)  # once they are gone
@@ -208,13 +210,13 @@ def test_who_only_claims_to_be_a_known_member_has_a_few_places_and_no_more(arena
 
         async def claim() -> tuple[Any, bytes]:
             channel = await left.connect(listener.address)
-            hello = Handshake(Role.CALLER, them, channel.binding).first()
+            hello = Handshake(HandshakeRole.CALLER, them, channel.binding).first()
             assert hello is not None
             await channel.send(Header(len(hello), Kind.HELLO), memoryview(hello))
             return channel, bytes((await channel.recv(allocate))[1])
 
         claims = [await claim() for _ in range(admission.MAX_CLAIMS)]
-        refused = bytes([3, Reason.TOO_MANY_CALLERS])
+        refused = bytes([3, RefusalReason.TOO_MANY_CALLERS])
         assert refused not in [answer for _, answer in claims]  # they are asked for the proof
         one_more, answer = await claim()
         assert answer == refused
@@ -235,7 +237,7 @@ def test_guessing_gets_slower_and_a_known_member_on_the_same_machine_does_not_su
             guess = AdmittedHost(left, member("guesser", ClusterSecret(guesses.to_bytes(16, "big"))))
             with pytest.raises(AdmissionRefused) as refused:
                 await guess.connect(listener.address, timeout_s=2.0)
-            if refused.value.reason == Reason.TOO_MANY_FAILURES.name:
+            if refused.value.reason == RefusalReason.TOO_MANY_FAILURES.name:
                 break
             guesses += 1
         assert 6 <= guesses < 10
@@ -271,7 +273,7 @@ def test_time_that_runs_out_on_a_repeat_does_not_hide_what_the_door_said(arena: 
             with pytest.raises(AdmissionRefused) as refused:
                 await AdmittedHost(Gone(left, 1), guesser).connect(listener.address)
             reasons.add(refused.value.reason)
-        assert Reason.TOO_MANY_FAILURES.name in reasons
+        assert RefusalReason.TOO_MANY_FAILURES.name in reasons
         with pytest.raises(DeadlineExceeded):
             await AdmittedHost(Gone(left, 0), member("left")).connect(listener.address)
         await listener.close()
@@ -289,7 +291,7 @@ def test_whoever_abuses_a_members_name_does_not_lock_it_out(arena: Arena) -> Non
             thief.key.public = member("left").key.public
             with pytest.raises(AdmissionRefused) as refused:
                 await AdmittedHost(left, thief).connect(listener.address)
-            assert refused.value.reason == Reason.FOREIGN_PROOF.name
+            assert refused.value.reason == RefusalReason.FOREIGN_PROOF.name
         await (await honest.connect(listener.address)).close()
         await listener.close()
 
@@ -362,7 +364,7 @@ def test_a_group_works_on_admitted_hosts(arena: Arena) -> None:
         addresses = (address, arena.address(left))
 
         async def sum_up(rank: int) -> Any:
-            async with await Group.open(hosts[rank], Membership(rank, addresses)) as group:
+            async with await Group.open(hosts[rank], GroupMembership(rank, addresses)) as group:
                 return await group.all_reduce(np.full(100_000, rank + 1.0))
 
         for total in await asyncio.gather(sum_up(0), sum_up(1)):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from hcsim.errors import ChannelBroken, ChannelClosed, RemoteProtocolError, UsageError
-from hcsim.real import pieces, stream_channel
+from hcsim.real import message_channel, stream_channel
 from hcsim.runtime.channel import Channel, Fold, Leg
 from hcsim.runtime.frame import Header, Kind
 
@@ -219,7 +219,7 @@ def test_a_frame_that_nobody_reads_and_whose_sender_gives_up_breaks_the_channel(
 
 
 def test_a_frame_that_is_read_leaves_whole_though_its_sender_gives_up(arena, monkeypatch):
-    for module in pieces, stream_channel:
+    for module in message_channel, stream_channel:
         monkeypatch.setattr(module, "REST_S", 30.0)  # however busy this machine is
 
     async def body(left, right):

@@ -10,7 +10,7 @@ import pytest
 from hcsim import Group, Options
 from hcsim.errors import HcsimError
 from hcsim.runtime.host import Host
-from hcsim.transport.hello import Membership
+from hcsim.transport.hello import GroupMembership
 
 
 def test_ranks_that_took_any_port_form_a_group_which_closes_their_listeners(arena):
@@ -20,7 +20,7 @@ def test_ranks_that_took_any_port_form_a_group_which_closes_their_listeners(aren
         addresses = tuple(listener.address for listener in listeners)
 
         async def on_rank(rank: int) -> float:
-            us = Membership(rank, addresses)
+            us = GroupMembership(rank, addresses)
             async with await Group.open(hosts[rank], us, Options(timeout_s=20.0), listeners[rank]) as group:
                 return float((await group.all_reduce(np.array([rank + 1.0])))[0])
 
@@ -38,7 +38,7 @@ def test_ranks_that_took_any_port_form_a_group_which_closes_their_listeners(aren
 def test_a_group_of_one_closes_its_listener_too(arena):
     async def body(left: Host, right: Host) -> None:
         listener = await left.listen(arena.address(left))
-        async with await Group.open(left, Membership(0, (listener.address,)), None, listener):
+        async with await Group.open(left, GroupMembership(0, (listener.address,)), None, listener):
             pass
         with pytest.raises(HcsimError):
             await right.connect(listener.address, timeout_s=0.2)

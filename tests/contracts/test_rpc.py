@@ -24,8 +24,8 @@ from hcsim.errors import (
     UsageError,
 )
 from hcsim.runtime.frame import Header, Kind
-from hcsim.transport.rpc import Endpoint, Limits, Procedure, Registry, RemoteRef, serving_endpoint
-from hcsim.transport.rpc.messages import SCHEMA, Call, Cancel, Failure, Parcel, Release
+from hcsim.transport.rpc import Endpoint, Limits, Procedure, ProcedureRegistry, RemoteRef, serving_endpoint
+from hcsim.transport.rpc.messages import SCHEMA, CallFailure, CallRequest, CancelCall, EncodedValue, ReleaseReference
 
 MIB = 2**20
 
@@ -47,8 +47,8 @@ def doubled(array: NDArray[np.float32]) -> NDArray[np.float32]:
     return array * 2
 
 
-def registry(*functions: Any) -> Registry:
-    made = Registry()
+def registry(*functions: Any) -> ProcedureRegistry:
+    made = ProcedureRegistry()
     for function in functions:
         made.add(function)
     return made
@@ -234,7 +234,7 @@ def test_results_that_nobody_reads_are_bounded(arena):
         client, server = await arena.channels(left, right)
         far = Endpoint(right, server, registry(wide), Limits(max_held_bytes=100 * MIB))
         for number in range(1, 6):  # a peer that asks and does not read
-            data = SCHEMA.encode(Call(number, "wide", Parcel(b"\x90")))
+            data = SCHEMA.encode(CallRequest(number, "wide", EncodedValue(b"\x90")))
             await client.send(Header(len(data), Kind.CONTROL), memoryview(data))
         while far.busy or not far.unread_bytes:
             await right.clock.sleep(0.01)
@@ -256,7 +256,7 @@ def test_a_peer_that_calls_and_never_reads_loses_its_channel(arena):
         with suppress(ChannelError):
             while not far.ended.done() and calls < 500_000:
                 calls += 1
-                data = SCHEMA.encode(Call(calls, "talk", Parcel(b"\x90")))
+                data = SCHEMA.encode(CallRequest(calls, "talk", EncodedValue(b"\x90")))
                 await client.send(Header(len(data), Kind.CONTROL), memoryview(data))
         assert "does not read our answers" in str(await far.ended)
         await far.close()
@@ -577,10 +577,10 @@ def test_a_reference_in_an_answer_that_nobody_waits_for_is_released(arena):
         [(Header(3, Kind.CONTROL), b"abc")],
         [(Header(0, Kind.HELLO), b"")],
         [(Header(4, operation=1, total=4), b"data")],
-        [(Header(0, Kind.CONTROL), SCHEMA.encode(Cancel(5)))],
-        [(Header(0, Kind.CONTROL), SCHEMA.encode(Release(5, 1)))],
-        [(Header(0, Kind.CONTROL), SCHEMA.encode(Failure(5, "UsageError", "no")))],
-        [(Header(0, Kind.CONTROL), SCHEMA.encode(Call(1, "add", Parcel(b"\x90")))) for _ in range(2)],
+        [(Header(0, Kind.CONTROL), SCHEMA.encode(CancelCall(5)))],
+        [(Header(0, Kind.CONTROL), SCHEMA.encode(ReleaseReference(5, 1)))],
+        [(Header(0, Kind.CONTROL), SCHEMA.encode(CallFailure(5, "UsageError", "no")))],
+        [(Header(0, Kind.CONTROL), SCHEMA.encode(CallRequest(1, "add", EncodedValue(b"\x90")))) for _ in range(2)],
     ],
 )
 def test_what_no_correct_peer_sends_ends_the_channel(arena, frames):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from hcsim.config import parse_scenario
-from hcsim.fuzz.evidence import Evidence, Said
+from hcsim.fuzz.evidence import Evidence, HostMessage
 from hcsim.fuzz.invariants import nothing_is_lost_or_doubled, the_departed_are_not_waited_for
 from hcsim.fuzz.phases import phases_of
 from hcsim.fuzz.trial import gather
@@ -81,7 +81,7 @@ def late(told: str, waited_s: float) -> list[str]:
         (9_000_000_000, "view", "mac-1", "line", 4, 3, "mac-1#1,mac-2#2"),
         (round((10 + waited_s) * 1e9), "view failed", "mac-1", 4, "all_gather #0 took longer than 20 s: rank 1"),
     ]
-    evidence = Evidence(scenario, phases_of(scenario), events=events, said=[Said(10.0, "mac-1", told)])
+    evidence = Evidence(scenario, phases_of(scenario), events=events, said=[HostMessage(10.0, "mac-1", told)])
     return [*the_departed_are_not_waited_for(evidence)]
 
 

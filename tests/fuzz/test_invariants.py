@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from hcsim.config import Cluster, Crash, Pause, Scenario, Training, parse_scenario
-from hcsim.fuzz.evidence import Evidence, Said, Step
+from hcsim.fuzz.evidence import Evidence, HostMessage, StepRecord
 from hcsim.fuzz.invariants import INVARIANTS, breaches
 from hcsim.fuzz.phases import phases_of
 from hcsim.training.run import Report
@@ -52,8 +52,8 @@ def evidence(*further: tuple[Any, ...], **changes: Any) -> Evidence:
     scenario = changes.pop("scenario", home())
     given: dict[str, Any] = {
         "scenario": scenario, "phases": phases_of(scenario), "events": [*events, *further],
-        "said": [Said(0.0, host, "view 1: a, b, c (b, c joined)") for host in "abc"],
-        "steps": [Step(1.0 + step, "a", step) for step in (1, 2, 3)],
+        "said": [HostMessage(0.0, host, "view 1: a, b, c (b, c joined)") for host in "abc"],
+        "steps": [StepRecord(1.0 + step, "a", step) for step in (1, 2, 3)],
         "results": {name: report() for name in "abc"}, "parameters": {"a": parameters, "b": parameters},
         "usage": {"a": Usage(6, 60, 4096)}, "limit_s": 500.0,
     }  # fmt: skip
@@ -64,8 +64,8 @@ def results(**changed: object) -> dict[str, object]:
     return {**dict.fromkeys("abc", report()), **changed}
 
 
-def said(*texts: str) -> list[Said]:
-    return [Said(0.0, "a", "view 1: a, b, c (b, c joined)"), *(Said(1.0, "a", text) for text in texts)]
+def said(*texts: str) -> list[HostMessage]:
+    return [HostMessage(0.0, "a", "view 1: a, b, c (b, c joined)"), *(HostMessage(1.0, "a", text) for text in texts)]
 
 
 NEXT = ((1, "view", "a", "L", 2, 1, "a#1,b#2"),)
@@ -92,8 +92,8 @@ BROKEN: list[tuple[str, Evidence]] = [
     ("tasks_are_bounded", evidence(usage={"a": Usage(tasks=2000)})),
     ("buffers_are_bounded", evidence(usage={"a": Usage(buffered_bytes=1 << 26)})),
     ("lines_are_bounded", evidence(said=said(*(f"view {number}: a (a is alone)" for number in range(200))))),
-    ("the_core_makes_progress", evidence(steps=[Step(1.0, "a", 1)])),
-    ("the_core_makes_progress", evidence(steps=[Step(1.0, "a", 1), Step(400.0, "a", 3)])),
+    ("the_core_makes_progress", evidence(steps=[StepRecord(1.0, "a", 1)])),
+    ("the_core_makes_progress", evidence(steps=[StepRecord(1.0, "a", 1), StepRecord(400.0, "a", 3)])),
     (
         "the_departed_are_not_waited_for",
         evidence(
@@ -196,5 +196,5 @@ def test_what_was_begun_anew_counts_while_a_member_has_it_in_memory() -> None:
 
 
 def test_a_step_counts_that_was_taken_over_from_another() -> None:
-    late = evidence((3_000_000_000, "synchronised", "a", 2, 3, 1), steps=[Step(1.0, "a", 1)])
+    late = evidence((3_000_000_000, "synchronised", "a", 2, 3, 1), steps=[StepRecord(1.0, "a", 1)])
     assert "the_core_makes_progress" not in [breach.invariant for breach in breaches(late)]

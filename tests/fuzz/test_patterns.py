@@ -13,7 +13,7 @@ from hcsim.fuzz.generate import LONE_KINDS, scenario_of
 from hcsim.fuzz.patterns import (
     FORMING_S,
     PATTERNS,
-    Group,
+    FaultGroup,
     attrition,
     bunched,
     churn,
@@ -44,7 +44,7 @@ def draws(home: Scenario = HOME) -> Iterator[Draw]:
     return (Draw(stream(seed, "patterns"), home.nodes, home.media, 50.0) for seed in DRAWS)
 
 
-def flat(groups: list[Group]) -> Group:
+def flat(groups: list[FaultGroup]) -> FaultGroup:
     return tuple(fault for group in groups for fault in group)
 
 

@@ -22,7 +22,7 @@ from hcsim.config import (
     Stranger,
     parse_scenario,
 )
-from hcsim.fuzz.phases import Lives, Sighting, Work, excuse, phases_of
+from hcsim.fuzz.phases import HostHistories, ViewAdoption, WorkStart, excuse, phases_of
 from hcsim.units import BitRate, PositiveSeconds, Seconds, Share
 
 T = Seconds(3)
@@ -79,8 +79,8 @@ def excused(
 ) -> str:  # fmt: skip
     scenario = home(*(Crash(T, node) for node in sick.split()), quorum=quorum)
     assert scenario.cluster is not None
-    views = [Sighting(1.0, name, "L", 2, members) for name in ("m-1", "m-2", "m-3", "m-4")]
-    lives = Lives(views, [Work(1.0, name, 2) for name in worked], started_s or {}, {})
+    views = [ViewAdoption(1.0, name, "L", 2, members) for name in ("m-1", "m-2", "m-3", "m-4")]
+    lives = HostHistories(views, [WorkStart(1.0, name, 2) for name in worked], started_s or {}, {})
     return excuse(phases_of(scenario), scenario.cluster, lives)
 
 
@@ -128,10 +128,12 @@ def test_whoever_was_left_out_need_not_begin_alone_when_the_cluster_is_lost(
 ) -> None:
     scenario = home(lasting, quorum="any", nodes=2)
     assert scenario.cluster is not None
-    views = [Sighting(1.0, name, "L", 2, ("m-1", "m-2")) for name in ("m-1", "m-2")]
-    apart = [Sighting(2.0, "m-1", "L", 3, ("m-1",)), Sighting(2.0, "m-2", "M", 4, ("m-2",))] if left_alone else []
-    worked = [Work(1.0, "m-1", 2), Work(1.0, "m-2", 2), *([Work(2.0, "m-1", 3)] if left_alone else [])]
-    lives = Lives([*views, *apart], worked, {}, {})
+    views = [ViewAdoption(1.0, name, "L", 2, ("m-1", "m-2")) for name in ("m-1", "m-2")]
+    apart = (
+        [ViewAdoption(2.0, "m-1", "L", 3, ("m-1",)), ViewAdoption(2.0, "m-2", "M", 4, ("m-2",))] if left_alone else []
+    )
+    worked = [WorkStart(1.0, "m-1", 2), WorkStart(1.0, "m-2", 2), *([WorkStart(2.0, "m-1", 3)] if left_alone else [])]
+    lives = HostHistories([*views, *apart], worked, {}, {})
     assert (excuse(phases_of(scenario), scenario.cluster, lives) == "") == must
 
 
@@ -141,10 +143,10 @@ def test_nor_need_one_that_is_left_out_as_the_last_fault_is_noticed(left_out_s: 
     names = ("m-1", "m-2", "m-3", "m-4")
     scenario = home(Clog(T, ("m-1", "m-2")), *(FullDisk(T, name) for name in names[1:]), quorum="any")
     assert scenario.cluster is not None
-    views = [Sighting(1.0, name, "L", 2, names) for name in names]
-    views += [Sighting(left_out_s, name, "L", 3, names[1:]) for name in names[1:]]
-    lives = Lives(
-        [*views, Sighting(left_out_s, "m-1", "M", 4, ("m-1",))], [Work(1.0, name, 2) for name in names], {}, {}
+    views = [ViewAdoption(1.0, name, "L", 2, names) for name in names]
+    views += [ViewAdoption(left_out_s, name, "L", 3, names[1:]) for name in names[1:]]
+    lives = HostHistories(
+        [*views, ViewAdoption(left_out_s, "m-1", "M", 4, ("m-1",))], [WorkStart(1.0, name, 2) for name in names], {}, {}
     )
     phases = phases_of(scenario)
     assert phases.core == ("m-1",)
@@ -156,9 +158,9 @@ def test_work_has_begun_for_a_core_that_is_in_the_lineage_in_which_it_began(memb
     scenario = home(Crash(T, "m-4"))
     assert scenario.cluster is not None
     names = ("m-1", "m-2", "m-3", "m-4")
-    views = [Sighting(1.0, name, "L", 2, names) for name in names] + [Sighting(2.0, member, "L", 3, (member,))]
-    views += [Sighting(2.0, name, f"{name}.2", 4, (name,)) for name in names if name != member]
-    lives = Lives(views, [Work(1.0, name, 2) for name in names], {}, {})
+    views = [ViewAdoption(1.0, name, "L", 2, names) for name in names] + [ViewAdoption(2.0, member, "L", 3, (member,))]
+    views += [ViewAdoption(2.0, name, f"{name}.2", 4, (name,)) for name in names if name != member]
+    lives = HostHistories(views, [WorkStart(1.0, name, 2) for name in names], {}, {})
     why = excuse(phases_of(scenario), scenario.cluster, lives)
     assert why == "" if must else "4 machines are needed" in why
 
@@ -167,10 +169,10 @@ def test_work_has_begun_for_a_core_that_is_in_the_lineage_in_which_it_began(memb
 def test_a_machine_that_is_started_when_the_others_have_ended_need_not_begin_alone(ended_s: float, must: bool) -> None:
     scenario = home(Restart(Seconds(9), "m-2"), quorum="tiebreak", nodes=2)
     assert scenario.cluster is not None
-    views = [Sighting(1.0, name, "L", 2, ("m-1", "m-2")) for name in ("m-1", "m-2")]
-    anew = Sighting(9.0, "m-2", "M", 3, ("m-2",))
-    work = [Work(1.0, name, 2) for name in ("m-1", "m-2")]
-    lives = Lives([*views, anew], work, {"m-2": 9.0}, {}, {"m-1": ended_s, "m-2": 8.0})
+    views = [ViewAdoption(1.0, name, "L", 2, ("m-1", "m-2")) for name in ("m-1", "m-2")]
+    anew = ViewAdoption(9.0, "m-2", "M", 3, ("m-2",))
+    work = [WorkStart(1.0, name, 2) for name in ("m-1", "m-2")]
+    lives = HostHistories([*views, anew], work, {"m-2": 9.0}, {}, {"m-1": ended_s, "m-2": 8.0})
     why = excuse(phases_of(scenario), scenario.cluster, lives)
     assert why == "" if must else "2 machines are needed" in why
 
@@ -184,8 +186,11 @@ def test_a_machine_that_is_broken_until_the_others_have_waited_for_it_and_ended_
     scenario = home(Misbehave(T, "m-4", "noise", duration_s=PositiveSeconds(broken_s - T)))
     assert scenario.cluster is not None
     names = ("m-1", "m-2", "m-3", "m-4")
-    views, work = [Sighting(1.0, name, "L", 2, names) for name in names], [Work(1.0, name, 2) for name in names]
-    lives = Lives(views, work, {}, {}, dict.fromkeys(names[:3], ended_s), done_s=10.0)
+    views, work = (
+        [ViewAdoption(1.0, name, "L", 2, names) for name in names],
+        [WorkStart(1.0, name, 2) for name in names],
+    )
+    lives = HostHistories(views, work, {}, {}, dict.fromkeys(names[:3], ended_s), done_s=10.0)
     assert (excuse(phases_of(scenario), scenario.cluster, lives) == "") == must
 
 
@@ -196,8 +201,11 @@ def test_those_who_ended_since_replicas_differ_are_counted_on_by_nobody(diverged
     scenario = home(Misbehave(T, "m-4", "noise", duration_s=PositiveSeconds(1)))
     assert scenario.cluster is not None
     names = ("m-1", "m-2", "m-3", "m-4")
-    views, work = [Sighting(1.0, name, "L", 2, names) for name in names], [Work(1.0, name, 2) for name in names]
-    lives = Lives(views, work, {}, {}, diverged=diverged.split())
+    views, work = (
+        [ViewAdoption(1.0, name, "L", 2, names) for name in names],
+        [WorkStart(1.0, name, 2) for name in names],
+    )
+    lives = HostHistories(views, work, {}, {}, diverged=diverged.split())
     assert (excuse(phases_of(scenario), scenario.cluster, lives) == "") == must
 
 
@@ -206,8 +214,11 @@ def test_nothing_is_asked_where_a_fault_has_waited_until_after_the_last_step(str
     scenario = home(StaleStep(T, ("m-1", "m-2")))
     assert scenario.cluster is not None
     names = ("m-1", "m-2", "m-3", "m-4")
-    views, worked = [Sighting(1.0, name, "L", 2, names) for name in names], [Work(1.0, name, 2) for name in names]
-    lives = Lives(views, worked, {}, {}, done_s=10.0, struck_s=struck_s)
+    views, worked = (
+        [ViewAdoption(1.0, name, "L", 2, names) for name in names],
+        [WorkStart(1.0, name, 2) for name in names],
+    )
+    lives = HostHistories(views, worked, {}, {}, done_s=10.0, struck_s=struck_s)
     assert (excuse(phases_of(scenario), scenario.cluster, lives) == "") == must
 
 

@@ -19,7 +19,7 @@ from hcsim.fuzz.coverage import Coverage
 from hcsim.fuzz.generate import COMPRESSORS, LAUNCHES_OF_A_STEP, QUORUMS, STRATEGIES, scenario_of
 from hcsim.fuzz.phases import phases_of
 from hcsim.fuzz.replay import timeline, write_finding
-from hcsim.fuzz.search import Record
+from hcsim.fuzz.search import TrialLog
 from hcsim.fuzz.shrink import shrink
 from hcsim.fuzz.trial import gather, run_trial, trial_of
 from hcsim.training.run import Run, Update
@@ -186,17 +186,17 @@ def test_the_timeline_tells_who_did_what() -> None:
 
 @pytest.mark.slow
 def test_an_interrupted_search_goes_on_with_the_seeds_that_are_missing(tmp_path: Path) -> None:
-    record = Record(tmp_path / "state")
+    record = TrialLog(tmp_path / "state")
     trial = trial_of(6)
     record.add(trial)
     record.close()
     with (tmp_path / "state").open("ab") as file:
         file.write(b'{"seed": 13, "no')  # it was interrupted here
-    again = Record(tmp_path / "state")
+    again = TrialLog(tmp_path / "state")
     assert again.trials == {6: trial}
     again.add(trial_of(13))
     again.close()
-    third = Record(tmp_path / "state")
+    third = TrialLog(tmp_path / "state")
     assert list(third.trials) == [6, 13]
     third.close()
 
@@ -205,7 +205,7 @@ def test_a_record_of_something_else_is_refused_and_stays(tmp_path: Path) -> None
     for text, why in (('{"generator":"0"}\n', "another version"), ("hello\n", "no record")):
         (tmp_path / "state").write_text(text)
         with pytest.raises(ConfigError, match=why):
-            Record(tmp_path / "state")
+            TrialLog(tmp_path / "state")
         assert (tmp_path / "state").read_text() == text
 
 

@@ -17,15 +17,24 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from hcsim.errors import UsageError
-from hcsim.identity.handshake import NEXT, VERSION, Credentials, Handshake, Heard, Role, State, read_hello
+from hcsim.identity.handshake import (
+    NEXT,
+    VERSION,
+    Credentials,
+    Handshake,
+    HandshakeEvent,
+    HandshakeRole,
+    HandshakeState,
+    read_hello,
+)
 from hcsim.identity.key import NodeKey
 from hcsim.identity.namespace import ClusterSecret
-from hcsim.identity.trust_list import Reason, told
+from hcsim.identity.trust_list import RefusalReason, told
 from hcsim.rng import stream
 
 OURS, THEIRS = ClusterSecret(bytes(range(16))), ClusterSecret(bytes(range(1, 17)))
 LABEL = b"hcsim admission 1\0"
-FINAL = (State.ADMITTED, State.REFUSED)
+FINAL = (HandshakeState.ADMITTED, HandshakeState.REFUSED)
 Change = Callable[[int, bytes], bytes]
 
 
@@ -38,8 +47,8 @@ def pair(
     caller: Credentials | None = None, listener: Credentials | None = None, bindings: tuple[bytes, bytes] = (b"", b"")
 ) -> tuple[Handshake, Handshake]:
     return (
-        Handshake(Role.CALLER, caller or member("caller"), bindings[0]),
-        Handshake(Role.LISTENER, listener or member("listener"), bindings[1]),
+        Handshake(HandshakeRole.CALLER, caller or member("caller"), bindings[0]),
+        Handshake(HandshakeRole.LISTENER, listener or member("listener"), bindings[1]),
     )
 
 
@@ -57,7 +66,7 @@ def play(caller: Handshake, listener: Handshake, change: Change = lambda number,
 def test_two_members_admit_each_other_and_know_whom() -> None:
     caller, listener = pair(member("caller", boot=3), member("listener", boot=2**64 - 1), (b"tls", b"tls"))
     assert len(play(caller, listener)) == 4
-    assert (caller.state, listener.state) == (State.ADMITTED, State.ADMITTED)
+    assert (caller.state, listener.state) == (HandshakeState.ADMITTED, HandshakeState.ADMITTED)
     assert caller.theirs is not None
     assert listener.theirs is not None
     assert (caller.theirs.node_id, caller.theirs.boot) == (member("listener").key.node_id, 2**64 - 1)
@@ -68,23 +77,25 @@ def test_a_node_may_call_itself_in_the_same_life() -> None:
     """A worker calls the server beside it; whoever has a copy of our key is in another life."""
     caller, listener = pair(member("caller", key="listener", boot=5), member("listener", boot=5), (b"", b""))
     play(caller, listener)
-    assert (caller.state, listener.state) == (State.ADMITTED, State.ADMITTED)
+    assert (caller.state, listener.state) == (HandshakeState.ADMITTED, HandshakeState.ADMITTED)
 
 
 @pytest.mark.parametrize(
     ("listener", "bindings", "reason"),
     [
-        (member("listener", secret=THEIRS), (b"", b""), Reason.OTHER_CLUSTER),
-        (member("listener", key="caller", boot=77), (b"", b""), Reason.COPIED_IDENTITY),
-        (member("listener"), (b"one connection", b"another"), Reason.FOREIGN_PROOF),
-        (member("listener"), (b"", b"tls"), Reason.FOREIGN_PROOF),
+        (member("listener", secret=THEIRS), (b"", b""), RefusalReason.OTHER_CLUSTER),
+        (member("listener", key="caller", boot=77), (b"", b""), RefusalReason.COPIED_IDENTITY),
+        (member("listener"), (b"one connection", b"another"), RefusalReason.FOREIGN_PROOF),
+        (member("listener"), (b"", b"tls"), RefusalReason.FOREIGN_PROOF),
     ],
 )
-def test_both_sides_know_why_it_failed(listener: Credentials, bindings: tuple[bytes, bytes], reason: Reason) -> None:
+def test_both_sides_know_why_it_failed(
+    listener: Credentials, bindings: tuple[bytes, bytes], reason: RefusalReason
+) -> None:
     ours, theirs = pair(None, listener, bindings)
     play(ours, theirs)
-    assert (theirs.state, theirs.reason, theirs.was_told) == (State.REFUSED, reason, False)
-    assert (ours.state, ours.reason, ours.was_told) == (State.REFUSED, reason, True)
+    assert (theirs.state, theirs.reason, theirs.was_told) == (HandshakeState.REFUSED, reason, False)
+    assert (ours.state, ours.reason, ours.was_told) == (HandshakeState.REFUSED, reason, True)
 
 
 def test_who_knows_the_namespace_but_not_the_secret_is_found_out() -> None:
@@ -95,7 +106,7 @@ def test_who_knows_the_namespace_but_not_the_secret_is_found_out() -> None:
         pair(None, member("listener", secret=impostor)),
     ):
         play(caller, listener)
-        assert (caller.reason, listener.reason) == (Reason.WRONG_SECRET, Reason.WRONG_SECRET)
+        assert (caller.reason, listener.reason) == (RefusalReason.WRONG_SECRET, RefusalReason.WRONG_SECRET)
         assert (caller.was_told, listener.was_told) == (True, False)  # the caller had to prove itself first
 
 
@@ -105,7 +116,7 @@ def test_an_identity_without_its_key_is_found_out() -> None:
     thief.key.public = member("victim").key.public
     caller, listener = pair(thief)
     play(caller, listener)
-    assert listener.reason is Reason.FOREIGN_PROOF
+    assert listener.reason is RefusalReason.FOREIGN_PROOF
 
 
 def test_our_own_words_are_recognised() -> None:
@@ -113,7 +124,7 @@ def test_our_own_words_are_recognised() -> None:
     hello = caller.first()
     assert hello is not None
     caller.receive(hello)
-    assert caller.reason is Reason.REFLECTED
+    assert caller.reason is RefusalReason.REFLECTED
 
     caller, listener = pair()
     first = caller.first()
@@ -123,23 +134,23 @@ def test_our_own_words_are_recognised() -> None:
     proof = caller.receive(answer)
     assert proof is not None
     caller.receive(proof)
-    assert caller.reason is Reason.REFLECTED
+    assert caller.reason is RefusalReason.REFLECTED
 
 
 def test_two_callers_have_the_same_role() -> None:
     one, _ = pair()
-    other = Handshake(Role.CALLER, member("other"), b"")
+    other = Handshake(HandshakeRole.CALLER, member("other"), b"")
     hello = other.first()
     assert hello is not None
     one.receive(hello)
-    assert one.reason is Reason.WRONG_ROLE
+    assert one.reason is RefusalReason.WRONG_ROLE
 
 
 def test_a_relay_between_two_encrypted_connections_is_refused() -> None:
     """The man in the middle passes every message on unchanged, over its own two TLS connections."""
     caller, listener = pair(None, None, (b"caller and middle", b"middle and listener"))
     play(caller, listener)
-    assert State.ADMITTED not in (caller.state, listener.state)
+    assert HandshakeState.ADMITTED not in (caller.state, listener.state)
 
 
 @pytest.mark.parametrize("number", range(4))
@@ -149,18 +160,18 @@ def test_a_message_of_an_earlier_handshake_is_refused(number: int) -> None:
     recorded = play(*pair(caller_us, listener_us))
     caller, listener = pair(caller_us, listener_us)
     play(caller, listener, lambda at, message: recorded[at] if at == number else message)
-    assert (caller if number % 2 else listener).state is State.REFUSED
-    assert (caller.state, listener.state) != (State.ADMITTED, State.ADMITTED)
+    assert (caller if number % 2 else listener).state is HandshakeState.REFUSED
+    assert (caller.state, listener.state) != (HandshakeState.ADMITTED, HandshakeState.ADMITTED)
 
 
-@pytest.mark.parametrize("side", [Role.CALLER, Role.LISTENER])
-def test_a_whole_recorded_side_is_refused(side: Role) -> None:
+@pytest.mark.parametrize("side", [HandshakeRole.CALLER, HandshakeRole.LISTENER])
+def test_a_whole_recorded_side_is_refused(side: HandshakeRole) -> None:
     recorded = play(*pair())
     fresh = Handshake(side, member("new draws"), b"")
-    for message in recorded[1 - (side == Role.LISTENER) :: 2]:
+    for message in recorded[1 - (side == HandshakeRole.LISTENER) :: 2]:
         if fresh.state not in FINAL:
             fresh.receive(message)
-    assert (fresh.state, fresh.reason) == (State.REFUSED, Reason.FOREIGN_PROOF)
+    assert (fresh.state, fresh.reason) == (HandshakeState.REFUSED, RefusalReason.FOREIGN_PROOF)
 
 
 def mutations(message: bytes) -> st.SearchStrategy[bytes]:
@@ -193,12 +204,12 @@ def test_every_changed_message_ends_it_for_its_receiver_and_nobody_is_taken_for_
 
     play(caller, listener, change)
     hellos_differ = number < 2  # found out at the next proof at the latest, by either side
-    assert (caller if number % 2 else listener).state is State.REFUSED or hellos_differ
-    assert (caller.state, listener.state) != (State.ADMITTED, State.ADMITTED)
+    assert (caller if number % 2 else listener).state is HandshakeState.REFUSED or hellos_differ
+    assert (caller.state, listener.state) != (HandshakeState.ADMITTED, HandshakeState.ADMITTED)
     if number < 3:  # the last message is the listener's welcome: it has admitted the true caller by then
-        assert State.ADMITTED not in (caller.state, listener.state)
+        assert HandshakeState.ADMITTED not in (caller.state, listener.state)
     for side in (caller, listener):
-        assert (side.reason is not None) == (side.state is State.REFUSED)
+        assert (side.reason is not None) == (side.state is HandshakeState.REFUSED)
 
 
 def test_every_byte_of_every_message_matters() -> None:
@@ -207,17 +218,17 @@ def test_every_byte_of_every_message_matters() -> None:
         for bit in range(0, 8 * size, 9):  # another bit of each
             caller, listener = pair()
             play(caller, listener, lambda at, message, n=number, b=bit: _flip(message, b) if at == n else message)
-            assert caller.state is not State.ADMITTED, (number, bit)
-            assert listener.state is not State.ADMITTED or number == 3, (number, bit)
+            assert caller.state is not HandshakeState.ADMITTED, (number, bit)
+            assert listener.state is not HandshakeState.ADMITTED or number == 3, (number, bit)
 
 
-@given(st.sampled_from(Role), st.lists(st.binary(max_size=300), max_size=4))
-def test_no_message_crashes_it_and_strangers_stay_outside(role: Role, messages: list[bytes]) -> None:
+@given(st.sampled_from(HandshakeRole), st.lists(st.binary(max_size=300), max_size=4))
+def test_no_message_crashes_it_and_strangers_stay_outside(role: HandshakeRole, messages: list[bytes]) -> None:
     side = Handshake(role, member("we"), b"")
     for message in messages:
         if side.state not in FINAL:
             side.receive(message)
-    assert side.state is not State.ADMITTED
+    assert side.state is not HandshakeState.ADMITTED
 
 
 @given(st.permutations(range(4)))
@@ -231,21 +242,21 @@ def test_messages_in_another_order_are_refused(order: list[int]) -> None:
         return seen[order[at]] if order[at] < len(seen) else b""
 
     play(caller, listener, shuffled)
-    assert (caller.state, listener.state) != (State.ADMITTED, State.ADMITTED)
+    assert (caller.state, listener.state) != (HandshakeState.ADMITTED, HandshakeState.ADMITTED)
 
 
 @given(st.integers(0, 255).filter(lambda version: version != VERSION), st.binary(max_size=200))
 def test_another_version_is_named_whatever_follows_it(version: int, rest: bytes) -> None:
-    listener = Handshake(Role.LISTENER, member("listener"), b"")
+    listener = Handshake(HandshakeRole.LISTENER, member("listener"), b"")
     listener.receive(bytes([1, version]) + rest)
-    assert listener.reason is Reason.WRONG_VERSION
+    assert listener.reason is RefusalReason.WRONG_VERSION
 
 
 @pytest.mark.parametrize("point", [bytes(32), bytes([1]) + bytes(31)], ids=["zero", "one"])
 def test_a_nonce_that_makes_the_agreement_foreseeable_is_refused(point: bytes) -> None:
     caller, listener = pair()
     play(caller, listener, lambda at, message: message[:-32] + point if at == 0 else message)
-    assert listener.reason is Reason.MALFORMED
+    assert listener.reason is RefusalReason.MALFORMED
 
 
 def transcript_of(hellos: Sequence[bytes], binding: bytes = b"") -> bytes:
@@ -282,7 +293,7 @@ def test_who_only_listened_cannot_check_a_guess_even_a_right_one() -> None:
     listeners, eavesdroppers = (
         X25519PrivateKey.from_private_bytes(member(name).fresh(32)) for name in ("listener", "eavesdropper")
     )
-    statement = LABEL + bytes([Role.CALLER]) + transcript
+    statement = LABEL + bytes([HandshakeRole.CALLER]) + transcript
     nonce = read_hello(sent[0]).nonce
     assert hmac.digest(mac_key(listeners, nonce, transcript), statement, "sha256") == mac
     assert hmac.digest(mac_key(eavesdroppers, nonce, transcript), statement, "sha256") != mac
@@ -301,8 +312,8 @@ def test_the_signature_is_of_the_whole_exchange_as_anybody_can_check() -> None:
 
 def test_every_state_knows_what_it_may_hear_and_the_end_is_the_end() -> None:
     leads_on = {state for state, _ in NEXT}
-    assert leads_on == set(State) - {State.REFUSED}
-    for state, heard in itertools.product(State, Heard):
+    assert leads_on == set(HandshakeState) - {HandshakeState.REFUSED}
+    for state, heard in itertools.product(HandshakeState, HandshakeEvent):
         if (state, heard) in NEXT:
             assert NEXT[state, heard] is not state
     caller, listener = pair()
@@ -312,9 +323,9 @@ def test_every_state_knows_what_it_may_hear_and_the_end_is_the_end() -> None:
 
 
 def test_every_reason_has_words_for_both_sides_and_survives_the_wire() -> None:
-    sentences = [told("mini", reason, by_them=by_them) for reason in Reason for by_them in (False, True)]
+    sentences = [told("mini", reason, by_them=by_them) for reason in RefusalReason for by_them in (False, True)]
     assert all("mini" in sentence for sentence in sentences)
-    for reason in Reason:
+    for reason in RefusalReason:
         caller, listener = pair()
         caller.receive(listener.refuse(reason))
         assert (caller.reason, caller.was_told) == (reason, True)

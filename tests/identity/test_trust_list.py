@@ -17,14 +17,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hcsim.errors import ConfigError, HcsimError, RemoteProtocolError
-from hcsim.identity.handshake import Credentials, Handshake, Role
+from hcsim.identity.handshake import Credentials, Handshake, HandshakeRole
 from hcsim.identity.key import NodeKey
 from hcsim.identity.namespace import ClusterSecret
 from hcsim.identity.trust_list import (
     MOST_LISTINGS,
     MOST_STATEMENTS,
     Listing,
-    Reason,
+    RefusalReason,
     Rotation,
     TrustList,
     TrustListFull,
@@ -380,12 +380,12 @@ def test_a_full_list_takes_in_nobody_and_says_so() -> None:
     assert key("late").node_id not in a.list.members
     caller, listener = (
         Handshake(role, Credentials(key(name), FIRST, 1, os.urandom, store), b"")
-        for role, name, store in ((Role.CALLER, "late", store_of("late")), (Role.LISTENER, "a", a))
+        for role, name, store in ((HandshakeRole.CALLER, "late", store_of("late")), (HandshakeRole.LISTENER, "a", a))
     )
     message, hears = caller.first(), listener
     while message is not None:
         message, hears = hears.receive(message), caller if hears is listener else listener
-    assert (caller.reason, caller.was_told) == (listener.reason, True) == (Reason.LIST_FULL, True)
+    assert (caller.reason, caller.was_told) == (listener.reason, True) == (RefusalReason.LIST_FULL, True)
 
 
 def test_a_machine_starts_although_its_list_has_no_room_for_it() -> None:

@@ -24,7 +24,7 @@ import msgspec
 import pytest
 
 from hcsim.errors import ChannelBroken, ChannelClosed, ChannelError
-from hcsim.identity.handshake import Credentials, Handshake, Role
+from hcsim.identity.handshake import Credentials, Handshake, HandshakeRole
 from hcsim.identity.key import NodeKey
 from hcsim.identity.namespace import ClusterSecret
 from hcsim.real.host import RealHost, RealOptions
@@ -32,9 +32,9 @@ from hcsim.real.tls import ClusterTls, Tls
 from hcsim.rng import stream
 from hcsim.runtime.channel import Channel
 from hcsim.runtime.frame import HEADER_BYTES, Header, Kind, encode_header
-from hcsim.transport import callers
+from hcsim.transport import admission_queue
 from hcsim.transport.admission import AdmittedHost
-from hcsim.transport.hello import Hello, Membership, Wire
+from hcsim.transport.hello import GroupHello, GroupMembership, Wire
 from hcsim.transport.mesh import Mesh
 
 pytestmark = pytest.mark.slow
@@ -82,7 +82,7 @@ def wrong_frames(draw: random.Random) -> list[bytes]:
 
 
 def said_first(key: NodeKey, secret: ClusterSecret = OURS) -> bytes:
-    hello = Handshake(Role.CALLER, credentials(key, secret), b"").first()
+    hello = Handshake(HandshakeRole.CALLER, credentials(key, secret), b"").first()
     assert hello is not None
     return hello
 
@@ -110,7 +110,9 @@ def well_begun_admission(draw: random.Random) -> list[bytes]:
 
 
 def damaged_mesh_hello(draw: random.Random) -> list[bytes]:
-    hello = Hello("hcsim", draw.randrange(2), draw.randint(-1, 3), Wire().segment_bytes, 1, draw.randint(-2, 70000))
+    hello = GroupHello(
+        "hcsim", draw.randrange(2), draw.randint(-1, 3), Wire().segment_bytes, 1, draw.randint(-2, 70000)
+    )
     whole = frame(msgspec.msgpack.encode(hello))
     nested = frame(b"\x81\xa1x" + b"\x91" * draw.randrange(4000))
     return [draw.choice([whole, damaged(draw, whole), frame(damaged(draw, whole[HEADER_BYTES:])), nested])]
@@ -222,7 +224,7 @@ async def admission_port(*, tls: bool) -> AsyncIterator[tuple[Any, AdmittedHost]
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Without the throttle, which would answer most of the callers before anything reads what they say."""
-    monkeypatch.setattr(callers, "FREE_FAILURES", 10**9)
+    monkeypatch.setattr(admission_queue, "FREE_FAILURES", 10**9)
     return None
 
 
@@ -323,7 +325,7 @@ def test_the_mesh_holds(how: Attack, count: int, times: int, addresses: Callable
 
     async def main() -> None:
         async with RealHost(RealOptions("0")) as left, RealHost(RealOptions("1")) as right:
-            meshes = [Mesh(host, Membership(rank, peers)) for rank, host in enumerate((left, right))]
+            meshes = [Mesh(host, GroupMembership(rank, peers)) for rank, host in enumerate((left, right))]
             for mesh in meshes:
                 await mesh.open()
             down, up = await asyncio.gather(meshes[0].link(1), meshes[1].link(0))

@@ -16,7 +16,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from hcsim.cluster.coordinator.messages import Policy
+from hcsim.cluster.coordinator.messages import CoordinatorPolicy
 from hcsim.cluster.coordinator.service import FIRST_LIMIT_BYTES, LIMITS, Coordinator
 from hcsim.identity.key import NodeKey
 from hcsim.identity.namespace import ClusterSecret
@@ -28,7 +28,7 @@ from hcsim.real.tls import ClusterTls
 from hcsim.runtime.address import split_address
 from hcsim.runtime.frame import Header, Kind, encode_header
 from hcsim.telemetry.metrics import HostMetrics
-from hcsim.transport.callers import MAX_STRANGERS
+from hcsim.transport.admission_queue import MAX_STRANGERS
 
 FEW = 256
 CROWD = 400
@@ -244,7 +244,7 @@ def test_a_silent_caller_costs_the_coordinator_little_memory_and_is_bounded() ->
     async def body() -> None:
         async with RealHost(RealOptions("host", shared_memory=False)) as host:
             listener = await host.listen("127.0.0.1:0")
-            coordinator = Coordinator(host, Policy(workers=2))
+            coordinator = Coordinator(host, CoordinatorPolicy(workers=2))
             coordinator.open(listener)
             before, resident = descriptors(), resident_bytes()
             strangers = await crowd(listener.address)
@@ -264,7 +264,7 @@ def test_a_caller_that_has_not_registered_cannot_announce_a_large_frame_to_the_c
     async def body() -> None:
         async with RealHost(RealOptions("host", shared_memory=False)) as host:
             listener = await host.listen("127.0.0.1:0")
-            coordinator = Coordinator(host, Policy(workers=2))
+            coordinator = Coordinator(host, CoordinatorPolicy(workers=2))
             coordinator.open(listener)
             reader, writer = await asyncio.open_connection(*split_address(listener.address))
             assert LIMITS.max_frame_bytes > FIRST_LIMIT_BYTES

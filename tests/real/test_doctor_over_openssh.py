@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from hcsim.doctor import Finding, Report
+from hcsim.doctor import CheckResult, HealthReport
 from tests.real.namespaces import Process
 from tests.real.secure_shell import SecureShell
 from tests.real.together import Together, together
@@ -17,8 +17,8 @@ from tests.real.together import Together, together
 class Reports(msgspec.Struct):
     """What `--json` prints."""
 
-    machines: dict[str, Report]
-    between: list[Finding]
+    machines: dict[str, HealthReport]
+    between: list[CheckResult]
 
 
 @pytest.fixture

@@ -49,7 +49,7 @@ class Lan(MdnsLan):
 
 @pytest.fixture(autouse=True)
 def told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mdns, "Browser", Browser)
+    monkeypatch.setattr(mdns, "MdnsBrowser", Browser)
 
 
 def test_what_a_resolution_raises_is_heard_by_who_browses() -> None:

@@ -26,7 +26,7 @@ from hcsim.real.mdns import (
     SOURCE_BURST,
     SOURCE_PACKETS_PER_S,
     MdnsLan,
-    Sieve,
+    PacketRateLimiter,
 )
 from hcsim.runtime.host import Service
 from tests.real.forged import GROUP, announcement, ghost, sender
@@ -130,7 +130,7 @@ class Counter:
 
 def test_one_source_that_floods_does_not_drown_another() -> None:
     now_s, counter = 0.0, Counter()
-    sieve = Sieve(counter, lambda: now_s)
+    sieve = PacketRateLimiter(counter, lambda: now_s)
     for number in range(10_000):
         now_s = number / 1000
         sieve.datagram_received(b"", ("10.0.0.66", 5353))
@@ -142,7 +142,7 @@ def test_one_source_that_floods_does_not_drown_another() -> None:
 
 def test_packets_from_forged_sources_are_bounded_in_all() -> None:
     now_s, counter = 0.0, Counter()
-    sieve = Sieve(counter, lambda: now_s)
+    sieve = PacketRateLimiter(counter, lambda: now_s)
     for number in range(20_000):
         now_s = number / 1000
         sieve.datagram_received(b"", (f"10.0.{number // 250}.{number % 250}", 5353))
@@ -154,7 +154,7 @@ def test_no_more_than_some_sources_are_remembered(monkeypatch: pytest.MonkeyPatc
     """The one that is forgotten may send as much as one that is new."""
     monkeypatch.setattr(mdns, "SOURCE_BURST", 2)
     counter = Counter()
-    sieve = Sieve(counter, lambda: 0.0)
+    sieve = PacketRateLimiter(counter, lambda: 0.0)
     for source in ("a", "a", "a", *map(str, range(others)), "a"):
         sieve.datagram_received(b"", (source, 5353))
     assert counter.passed.count("a") == (3 if others == MOST_SOURCES else 2)

@@ -26,7 +26,7 @@ from hcsim.collectives.arithmetic import BFLOAT16
 from hcsim.errors import ChannelBroken, ChannelError
 from hcsim.real.host import RealHost, RealOptions
 from hcsim.real.shm import rendezvous, stream
-from hcsim.real.shm.stream import How
+from hcsim.real.shm.stream import ForwardState
 from hcsim.runtime.channel import Channel, Fold, Listener
 from hcsim.runtime.frame import Header
 from tests.real.squatting import met_by_a_squatter
@@ -523,7 +523,7 @@ def test_what_is_passed_on_lies_in_the_next_ring_wherever_both_end(
         assert not known or reader.read(begun) == known  # some of the header may have been read
         put_at(out_at, to, last, b"before!!")
         belt = reader.belt(to, [(HEAD, NEXT, ours.view(np.uint8).data, numbers, stays, divisor)])
-        assert belt.run(bytes(begun)) == How.COMPLETE
+        assert belt.run(bytes(begun)) == ForwardState.COMPLETE
         assert belt.done == 1
         assert belt.took
         assert last.read(memoryview(bytearray(8))) == 8
@@ -548,26 +548,26 @@ def test_a_belt_sends_what_we_have_passes_on_what_comes_and_keeps_what_comes_las
             (b"4" * 56, NONE, third.view(np.uint8).data, "f", False, 1),
         ]
         belt = reader.belt(to, legs)
-        assert belt.run(NONE) == How.WAITS
+        assert belt.run(NONE) == ForwardState.WAITS
         assert (belt.done, belt.took) == (1, 0)
         assert reader.let_reader_sleep()
         came = np.full(1000, 10, np.float32)
         writer.write([b"2" * 56, came.tobytes(), b"4" * 56])
         assert has_rung(readers_bell)
         reader.rung(False)
-        assert belt.run(NONE) == How.WAITS
+        assert belt.run(NONE) == ForwardState.WAITS
         assert (belt.done, belt.took) == (2, 1)
         writer.write([came.tobytes()[:-1]])
         assert not has_rung(readers_bell)  # not before it is whole
         writer.write([came.tobytes()[-1:]])
         assert has_rung(readers_bell)
-        assert belt.run(NONE) == How.COMPLETE
+        assert belt.run(NONE) == ForwardState.COMPLETE
         out = memoryview(bytearray(2 * (56 + 4000)))
         assert last.read(out) == len(out)
         assert out == b"1" * 56 + first.tobytes() + b"3" * 56 + (came + 2).tobytes()
         assert (second == 2).all()
         assert (third == 13).all()
-        assert belt.run(NONE) == How.COMPLETE
+        assert belt.run(NONE) == ForwardState.COMPLETE
 
 
 def test_a_frame_of_others_is_left_where_it_is_even_if_it_begins_alike() -> None:
@@ -575,22 +575,22 @@ def test_a_frame_of_others_is_left_where_it_is_even_if_it_begins_alike() -> None
     other = HEAD[:40] + b"!" + HEAD[41:]
     with two_ends() as (writer, reader, _, readers_bell), two_ends() as (to, last, _, _):
         belt = reader.belt(to, [(HEAD, NEXT, ours, "", False, 1)])
-        assert belt.run(NONE) == How.WAITS
+        assert belt.run(NONE) == ForwardState.WAITS
         writer.write([other[:39]])
         assert not has_rung(readers_bell)
-        assert belt.run(NONE) == How.WAITS  # it may still be ours
+        assert belt.run(NONE) == ForwardState.WAITS  # it may still be ours
         writer.write([other[39:], b"what others say"])
         assert has_rung(readers_bell)  # though it is much shorter than ours would be
-        assert belt.run(NONE) == How.OTHERS
+        assert belt.run(NONE) == ForwardState.OTHERS
         begun = memoryview(bytearray(40))
         reader.read(begun)
-        assert belt.run(bytes(begun)) == How.OTHERS
-        assert belt.run(b"@") == How.OTHERS
-        assert belt.run(HEAD + b"more") == How.OTHERS
+        assert belt.run(bytes(begun)) == ForwardState.OTHERS
+        assert belt.run(b"@") == ForwardState.OTHERS
+        assert belt.run(HEAD + b"more") == ForwardState.OTHERS
         rest = memoryview(bytearray(16 + 15))
         assert reader.read(rest) == len(rest)
         writer.write([HEAD, bytes(100_000)])
-        assert belt.run(NONE) == How.COMPLETE
+        assert belt.run(NONE) == ForwardState.COMPLETE
         assert last.read(memoryview(bytearray(200_000))) == 100_056
 
 
@@ -599,14 +599,14 @@ def test_what_has_not_come_whole_waits_and_who_writes_it_rings_once_it_has() -> 
     with two_ends() as (writer, reader, _, readers_bell), two_ends() as (to, last, _, _):
         belt = reader.belt(to, [(HEAD, NEXT, ours, "", False, 1)])
         writer.write([HEAD, bytes(99_999)])
-        assert belt.run(NONE) == How.WAITS
+        assert belt.run(NONE) == ForwardState.WAITS
         assert reader.let_reader_sleep()
         with pytest.raises(BlockingIOError):
             last.read(memoryview(bytearray(1)))
         writer.write([b"!"])
         assert readers_bell.recv(10) == b"\0"
         reader.rung(False)
-        assert belt.run(NONE) == How.COMPLETE
+        assert belt.run(NONE) == ForwardState.COMPLETE
         assert not has_rung(readers_bell)
         assert reader.let_reader_sleep()
 
@@ -630,10 +630,10 @@ def test_a_frame_that_a_full_ring_cut_off_comes_whole() -> None:
         with pytest.raises(BlockingIOError):
             writer.write([frame[written:]])
         assert reader.read(memoryview(bytearray(before))) == before
-        assert belt.run(NONE) == How.WAITS
+        assert belt.run(NONE) == ForwardState.WAITS
         assert has_rung(writers_bell)
         assert writer.write([frame[written:]]) == len(frame) - written
-        assert belt.run(NONE) == How.COMPLETE
+        assert belt.run(NONE) == ForwardState.COMPLETE
         assert ours == payload
         assert last.read(memoryview(bytearray(CAPACITY))) == len(frame)
 
@@ -645,7 +645,7 @@ def test_what_cannot_be_passed_on_is_left_to_be_read() -> None:
         writer.write([frame])
 
         def refused(place: memoryview = ours, numbers: str = "") -> bool:
-            return reader.belt(to, [(HEAD, NEXT, place, numbers, True, 1)]).run(NONE) == How.STUCK
+            return reader.belt(to, [(HEAD, NEXT, place, numbers, True, 1)]).run(NONE) == ForwardState.STUCK
 
         to.write([bytes(CAPACITY - 8001)])  # no room for the header
         assert refused()
@@ -654,7 +654,7 @@ def test_what_cannot_be_passed_on_is_left_to_be_read() -> None:
         assert refused(memoryview(bytearray(rings.MOST_BYTES + 1)))  # and is not waited for
         reader.rung(True)
         longer = reader.belt(to, [(HEAD, NEXT, memoryview(bytearray(8001)), "", True, 1)])
-        assert longer.run(NONE) == How.OTHERS  # nobody will write the rest: who reads it will say so
+        assert longer.run(NONE) == ForwardState.OTHERS  # nobody will write the rest: who reads it will say so
         to.rung(True)
         assert refused()  # nobody reads it
         to.close()
@@ -684,10 +684,10 @@ def test_who_has_taken_what_it_slept_for_is_awake() -> None:
     ours = memoryview(bytearray(1000))
     with two_ends() as (writer, reader, _, readers_bell), two_ends() as (to, _, _, _):
         belt = reader.belt(to, [(HEAD, NONE, ours, "", True, 1)])
-        assert belt.run(NONE) == How.WAITS
+        assert belt.run(NONE) == ForwardState.WAITS
         assert reader.let_reader_sleep()
         writer.write([HEAD, bytes(1000)])
-        assert belt.run(NONE) == How.COMPLETE
+        assert belt.run(NONE) == ForwardState.COMPLETE
         assert has_rung(readers_bell)
         assert reader.let_reader_sleep()  # anew, for the next byte
         writer.write([b"!"])
@@ -699,11 +699,11 @@ def test_who_waits_for_a_belt_does_not_sleep_when_another_belt_has_got_stuck() -
     with memory_of_two_ends() as (seen, writer, reader):
         waiting = reader.belt(reader, [(HEAD, NONE, memoryview(bytearray(1000)), "", True, 1)])
         stuck = reader.belt(reader, [(NEXT, NONE, memoryview(bytearray(600 * 1024)), "", True, 1)])
-        assert waiting.run(NONE) == How.WAITS
+        assert waiting.run(NONE) == ForwardState.WAITS
         assert reader.let_reader_sleep()
         writer.write([NEXT, bytes(1000)])
         struct.pack_into("@Q", seen, _LAP_AT, 1088 * 1024)
-        assert stuck.run(NONE) == How.STUCK
+        assert stuck.run(NONE) == ForwardState.STUCK
         assert not reader.let_reader_sleep()
 
 
@@ -714,9 +714,9 @@ def test_a_belt_lets_others_have_their_turn_and_lets_go_of_what_it_held() -> Non
             to, [(*((HEAD, NONE), (NONE, NEXT))[n > 7], place, "", True, 1) for n, place in enumerate(places)]
         )
         assert writer.write([b"".join(HEAD + bytes([number]) * 2**19 for number in range(8))]) == 8 * (56 + 2**19)
-        assert belt.run(NONE) == How.TURN_OVER
+        assert belt.run(NONE) == ForwardState.TURN_OVER
         assert belt.done == 9
-        assert belt.run(NONE) == How.COMPLETE
+        assert belt.run(NONE) == ForwardState.COMPLETE
         assert places[:8] == [bytes([number]) * 2**19 for number in range(8)]
         assert last.read(memoryview(bytearray(CAPACITY))) == 2 * (56 + 2**19)
         with pytest.raises(BufferError):
@@ -756,7 +756,7 @@ def test_a_belt_of_short_frames_uses_little_of_the_ring_and_so_does_what_is_sent
         places = [bytes([number]) * 2**17 for number in range(60)]
         frame = memoryview(bytearray(56 + 2**17))
         for number, place in enumerate(places):
-            assert writer.belt(writer, [(NONE, HEAD, place, "", True, 1)]).run(NONE) == How.COMPLETE
+            assert writer.belt(writer, [(NONE, HEAD, place, "", True, 1)]).run(NONE) == ForwardState.COMPLETE
             if number:
                 assert reader.read(frame) == len(frame)
                 assert frame[56:] == places[number - 1]
@@ -776,7 +776,7 @@ def test_a_lap_that_cannot_be_breaks_the_stream_and_nothing_else(lap: int) -> No
         belt = reader.belt(reader, [(HEAD, NONE, place, "", True, 1)])
         writer.write([HEAD, bytes(1000)])
         struct.pack_into("@Q", seen, _LAP_AT, lap)
-        assert belt.run(NONE) == How.OTHERS
+        assert belt.run(NONE) == ForwardState.OTHERS
         with pytest.raises(OSError, match="rotocol"):
             reader.read(place)
         with pytest.raises(OSError, match="rotocol"):

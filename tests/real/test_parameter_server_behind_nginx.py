@@ -16,11 +16,11 @@ from hcsim.errors import AdmissionRefused, ChannelError, DeadlineExceeded, Hcsim
 from hcsim.identity.key import NodeKey
 from hcsim.identity.namespace import SECRET_BYTES, ClusterSecret
 from hcsim.launch.real import RealNode, train_in_cluster
-from hcsim.node import Plan
+from hcsim.node import ClusterJob
 from hcsim.real.host import RealHost, RealOptions
 from hcsim.real.keys import credentials, new_secret, save_secret
 from hcsim.real.tls import ClusterTls
-from hcsim.training.parameter_server.messages import ANSWERS, QUESTIONS, Join, Line, Refused
+from hcsim.training.parameter_server.messages import ANSWERS, QUESTIONS, Join, MessageConnection, RequestRefused
 from hcsim.training.run import Point, Report, Run
 from hcsim.training.tasks import task
 from hcsim.training.trainer import train
@@ -136,13 +136,15 @@ def test_a_stranger_who_finds_the_tunnel_is_not_taken_for_a_rank(behind: Behind,
             return
         async with RealHost(RealOptions("stranger")) as host:
             assert behind.settings.server is not None
-            line = Line(await host.connect(behind.settings.server), host.clock, QUESTIONS, ANSWERS, silence_s=5.0)
+            line = MessageConnection(
+                await host.connect(behind.settings.server), host.clock, QUESTIONS, ANSWERS, silence_s=5.0
+            )
             await line.send(Join("epoch 0", "00001", 1, task("convex").fingerprint))
             heard.append(await line.recv(5.0))
             await line.close()
 
     assert digests(behind.train(call)) == {digest_over_tcp(virtual)}
-    assert [type(each) for each in heard] == [Refused]
+    assert [type(each) for each in heard] == [RequestRefused]
     assert "'epoch 0'" in heard[0].reason  # what it said itself, and not what it should have said
     assert "epoch 0 " not in heard[0].reason
 
@@ -175,7 +177,9 @@ def test_members_of_a_cluster_prove_themselves_through_the_tunnel(behind: Behind
             with pytest.raises(AdmissionRefused) as caught:
                 await AdmittedHost(host, credentials(key, other)).connect(behind.settings.server)
             refused.append(caught.value)
-            line = Line(await host.connect(behind.settings.server), host.clock, QUESTIONS, ANSWERS, silence_s=5.0)
+            line = MessageConnection(
+                await host.connect(behind.settings.server), host.clock, QUESTIONS, ANSWERS, silence_s=5.0
+            )
             await line.send(Join("elastic", "a", 1, task("convex").fingerprint))
             with pytest.raises((ChannelError, DeadlineExceeded)) as hung_up:
                 await line.recv(5.0)
@@ -237,7 +241,7 @@ def in_a_cluster(
         node = RealNode(home, name=f"node-{number}", hosts=("127.0.0.1",))
         event = None if leaving is None else leaving[number]
         return await train_in_cluster(
-            node, Plan(cluster, behind.settings, SEED), observer=observers[number], leaving=event
+            node, ClusterJob(cluster, behind.settings, SEED), observer=observers[number], leaving=event
         )
 
     async def main() -> list[Any]:

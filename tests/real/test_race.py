@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hcsim.real.host import Place, Race
+from hcsim.real.host import DialTarget, HappyEyeballs
 
 ONE, OTHER = (2, ("127.0.0.1", 1)), (2, ("127.0.0.2", 1))
 
@@ -28,13 +28,13 @@ def test_of_two_channels_that_come_at_once_one_is_taken_and_the_other_closed() -
     async def main() -> Any:
         both_called: asyncio.Event = asyncio.Event()
 
-        async def attempt(place: Place) -> Any:
+        async def attempt(place: DialTarget) -> Any:
             if place == OTHER:
                 both_called.set()
             await both_called.wait()
             return lines[place]
 
-        async with Race(attempt) as race:
+        async with HappyEyeballs(attempt) as race:
             return await race.round([ONE, OTHER], 0.01)
 
     taken = asyncio.run(main())
@@ -47,7 +47,7 @@ def test_who_is_cancelled_while_the_other_attempts_end_leaves_no_channel_open() 
     async def main() -> None:
         ending: asyncio.Event = asyncio.Event()
 
-        async def attempt(place: Place) -> Any:
+        async def attempt(place: DialTarget) -> Any:
             if place == OTHER:
                 return line
             try:
@@ -57,7 +57,7 @@ def test_who_is_cancelled_while_the_other_attempts_end_leaves_no_channel_open() 
                 await asyncio.Event().wait()
 
         async def connect() -> None:
-            async with Race(attempt) as race:
+            async with HappyEyeballs(attempt) as race:
                 await race.round([ONE, OTHER], 0.01)
 
         connecting = asyncio.create_task(connect())

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hcsim.scripts.processes import Processes
+from hcsim.scripts.processes import RankProcesses
 from hcsim.scripts.run import simulate_script
 from tests.real.namespaces import Process
 from tests.real.together import Together, together
@@ -79,7 +79,7 @@ def learned(text: str) -> str:
 
 
 def test_a_script_learns_the_same_on_real_machines_and_on_simulated_ones(
-    ab: tuple[Together, Path], processes: Processes
+    ab: tuple[Together, Path], processes: RankProcesses
 ) -> None:
     cluster, script = ab
     machines = start(cluster, script, 10)

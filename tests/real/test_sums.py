@@ -17,7 +17,7 @@ import torch
 
 from hcsim.collectives import arithmetic
 from hcsim.collectives.arithmetic import BFLOAT16, DTYPES, HALF_WIDTH, added_as, combiner, dtype_named
-from hcsim.real.shm.stream import How, rings
+from hcsim.real.shm.stream import ForwardState, rings
 from hcsim.real.tcp import receive_sum
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -65,7 +65,7 @@ def by_belt(ours: Array, theirs: Array, divisor: int = 1) -> None:
     with two_ends() as (there, here):
         there.write([b"in", theirs.tobytes()])
         leg = (b"in", b"out", ours.view(np.uint8).data, added_as("sum", ours.dtype), False, divisor)
-        assert here.belt(here, [leg]).run(b"") == How.COMPLETE
+        assert here.belt(here, [leg]).run(b"") == ForwardState.COMPLETE
         came = memoryview(bytearray(3 + ours.nbytes))
         assert there.read(came) == len(came)
         assert divisor == 1 or came[3:] == ours.tobytes()

@@ -28,7 +28,7 @@ from hcsim.errors import (
 )
 from hcsim.identity.key import NodeKey, node_id_of
 from hcsim.identity.namespace import ClusterSecret
-from hcsim.identity.trust_list import Reason
+from hcsim.identity.trust_list import RefusalReason
 from hcsim.real import certificates
 from hcsim.real.certificates import FOREVER, make_certificates
 from hcsim.real.failures import is_distrust
@@ -192,7 +192,7 @@ def test_admission_over_tls_is_bound_to_the_connection() -> None:
             RealHost(member(RIGHT)) as right,
             RealHost(member(MIDDLE)) as middle,
         ):
-            reasons: list[Reason | None] = []
+            reasons: list[RefusalReason | None] = []
             keeper = AdmittedHost(right, credentials(RIGHT, OURS), lambda verdict: reasons.append(verdict.reason))
             listener = await keeper.listen("127.0.0.1:0")
             honest = await AdmittedHost(left, credentials(LEFT, OURS)).connect(listener.address)
@@ -211,8 +211,8 @@ def test_admission_over_tls_is_bound_to_the_connection() -> None:
             carrying = middle.spawn(carry(), name="carry")
             with pytest.raises(AdmissionRefused) as refused:
                 await AdmittedHost(left, credentials(LEFT, OURS)).connect(relay.address)
-            assert refused.value.reason == Reason.FOREIGN_PROOF.name
-            assert reasons == [None, Reason.FOREIGN_PROOF]
+            assert refused.value.reason == RefusalReason.FOREIGN_PROOF.name
+            assert reasons == [None, RefusalReason.FOREIGN_PROOF]
             await carrying
 
     asyncio.run(main())

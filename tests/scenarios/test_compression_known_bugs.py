@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from hcsim.compressors.base import Array, Ident, Kind, Linear
+from hcsim.compressors.base import Array, Ident, LinearCompressor, PayloadKind
 from hcsim.compressors.registry import make, specs
 
 EVERY = ["none", "topk:0.1", "randomk:0.1", "fp16", "bf16", "int8", "int8:block=64", "onebit", "powersgd:2", "zstd"]
@@ -17,7 +17,7 @@ def gradient(step: int, rank: int = 0) -> Array:
     return np.random.default_rng([step, rank]).standard_normal((40, 50)).astype(np.float32)
 
 
-def total_by_rounds(ranks: Sequence[Linear], inputs: Sequence[Array], of: Ident) -> Array:
+def total_by_rounds(ranks: Sequence[LinearCompressor], inputs: Sequence[Array], of: Ident) -> Array:
     """The sum of all ranks' tensors as an all-reduce of their factors gives it."""
     totals = [tensor.copy() for tensor in inputs]
     rounds = [rank.rounds(total, of) for rank, total in zip(ranks, totals, strict=True)]
@@ -38,7 +38,7 @@ def total_by_rounds(ranks: Sequence[Linear], inputs: Sequence[Array], of: Ident)
 def test_encoded_bytes_summed(spec):
     """Only a linear compressor offers something to sum, and that is floats whose sum decodes to the sum of inputs."""
     ranks = [make(spec, seed=1, rank=rank) for rank in range(3)]
-    linear = ranks[0].kind is Kind.LINEAR
+    linear = ranks[0].kind is PayloadKind.LINEAR
     assert hasattr(ranks[0], "rounds") == linear
     if linear:
         inputs = [gradient(0, rank) for rank in range(3)]

@@ -7,7 +7,7 @@ import asyncio
 import numpy as np
 import pytest
 
-from hcsim.cluster.coordinator import Policy, Worker
+from hcsim.cluster.coordinator import CoordinatorClient, CoordinatorPolicy
 from hcsim.collectives.group import Group
 from hcsim.collectives.select import Options
 from hcsim.config import Crash
@@ -15,14 +15,14 @@ from hcsim.errors import ConfigError, WorkerLost
 from tests.cluster.coordinator.conftest import run_virtual, staged  # noqa: F401 - a fixture
 
 NAMES = ["hub", "w0", "w1", "w2"]
-POLICY = Policy(workers=3, least=2, heartbeat_s=0.05, silence_s=0.4)
+POLICY = CoordinatorPolicy(workers=3, least=2, heartbeat_s=0.05, silence_s=0.4)
 
 
-async def everybody(stage, names=NAMES[1:]) -> list[Worker]:
+async def everybody(stage, names=NAMES[1:]) -> list[CoordinatorClient]:
     return [await stage.join(name) for name in names]
 
 
-async def shut(stage, coordinator, *workers: Worker) -> None:
+async def shut(stage, coordinator, *workers: CoordinatorClient) -> None:
     for worker in workers:
         await worker.close()
     await stage.stop(coordinator)
@@ -37,7 +37,7 @@ def test_no_heartbeats_sent_healthy_workers_stay_and_an_eviction_ends_the_collec
         workers = await everybody(stage)
         rosters = await asyncio.gather(*(worker.ready() for worker in workers))
 
-        async def sums(worker: Worker) -> int:
+        async def sums(worker: CoordinatorClient) -> int:
             """Sum until the crash; the collective alone would wait a thousand seconds for the dead rank."""
             done = 0
             us = rosters[0].membership(worker.name)
@@ -113,7 +113,7 @@ def test_dead_worker_blocks_neither_round_nor_checkpoint_nor_barrier(staged):  #
         rosters = await asyncio.gather(*(worker.ready() for worker in workers[:2]))
         assert rosters[0].generation == 2
 
-        async def summed(worker: Worker) -> float:
+        async def summed(worker: CoordinatorClient) -> float:
             async with await Group.open(worker.host, rosters[0].membership(worker.name)) as group:
                 return float((await group.all_reduce(np.ones(3, np.float32)))[0])
 
@@ -131,4 +131,4 @@ def test_dead_worker_blocks_neither_round_nor_checkpoint_nor_barrier(staged):  #
 def test_coordinator_zero_timeout_is_refused_by_its_key(key, value):
     """A zero or negative interval in the configuration crashed the coordinator."""
     with pytest.raises(ConfigError, match=key):
-        Policy(workers=2, **{key: value})
+        CoordinatorPolicy(workers=2, **{key: value})

@@ -24,26 +24,26 @@ from hcsim.real.host import RealHost, RealOptions
 from hcsim.runtime.frame import HEADER_BYTES
 from hcsim.runtime.host import Host
 from hcsim.training.learner import digest
-from hcsim.training.parameter_server.gradients import Gradients
+from hcsim.training.parameter_server.gradients import GradientCodec
 from hcsim.training.parameter_server.messages import (
     ANSWERS,
     QUESTIONS,
-    Accepted,
-    Answer,
-    Done,
     Join,
-    Leave,
-    Line,
-    Model,
+    JoinReply,
+    KeepAlive,
+    LeaveRequest,
+    MessageConnection,
+    ModelReply,
     Pull,
     Push,
-    Question,
-    Refused,
-    Stale,
-    Wait,
-    Welcome,
+    PushAccepted,
+    PushStale,
+    RequestRefused,
+    ServerReply,
+    TrainingDone,
+    WorkerRequest,
 )
-from hcsim.training.parameter_server.rounds import Policy
+from hcsim.training.parameter_server.rounds import ServerPolicy
 from hcsim.training.tasks import task
 from tests.training.parameter_server.bench import (
     BATCHES,
@@ -62,7 +62,7 @@ from tests.training.parameter_server.bench import (
 )
 
 QUICK = replace(POLICY, deadline_s=0.4, grace_s=0.1, linger_s=0.5)
-BOUNDED = Policy(mode="bounded", staleness=0, deadline_s=2.0, patience_s=20.0)
+BOUNDED = ServerPolicy(mode="bounded", staleness=0, deadline_s=2.0, patience_s=20.0)
 LAYOUT = task("convex").replica(0).layout
 Body = Callable[[Host, Host, Host, str], Awaitable[Any]]
 
@@ -89,15 +89,15 @@ def run(request: pytest.FixtureRequest) -> Callable[[Body], Any]:
 class Peer:
     """Somebody who speaks the protocol by hand."""
 
-    def __init__(self, line: Line[Question, Answer], host: Host) -> None:
+    def __init__(self, line: MessageConnection[WorkerRequest, ServerReply], host: Host) -> None:
         self.line = line
         self.host = host
 
     @classmethod
     async def call(cls, host: Host, address: str, name: str = "b") -> Peer:
-        line = Line(await host.connect(address), host.clock, QUESTIONS, ANSWERS, silence_s=5.0)
+        line = MessageConnection(await host.connect(address), host.clock, QUESTIONS, ANSWERS, silence_s=5.0)
         await line.send(Join(JOB, name, 1, task("convex").fingerprint))
-        assert isinstance(await line.recv(5.0), Welcome)
+        assert isinstance(await line.recv(5.0), JoinReply)
         return cls(line, host)
 
     async def __aenter__(self) -> Peer:
@@ -106,8 +106,8 @@ class Peer:
     async def __aexit__(self, *_: object) -> None:
         await self.line.close()
 
-    async def hears(self) -> Answer:
-        while isinstance(heard := await self.line.recv(5.0), Wait):
+    async def hears(self) -> ServerReply:
+        while isinstance(heard := await self.line.recv(5.0), KeepAlive):
             pass
         return heard
 
@@ -116,10 +116,10 @@ class Peer:
         push = replace(Push(sequence, version, 8, "none", sizes), **changes)
         await self.line.send(push, np.ascontiguousarray(payload).data)
 
-    async def pull(self, version: int) -> tuple[Model, np.ndarray]:
+    async def pull(self, version: int) -> tuple[ModelReply, np.ndarray]:
         await self.line.send(Pull(version))
         model = await self.hears()
-        assert isinstance(model, Model)
+        assert isinstance(model, ModelReply)
         found = np.empty(model.size_bytes, np.uint8)
         await self.line.recv_payload(model.size_bytes, found.data)
         return model, found.view(np.float32)
@@ -127,7 +127,7 @@ class Peer:
 
 def dense(gradient: Any) -> tuple[tuple[int, ...], np.ndarray]:
     """A gradient as it travels uncompressed, finite or not: each tensor behind the header of its compressor."""
-    sizes, payload = Gradients(LAYOUT, make("none", seed=0, rank=0)).pack(np.zeros(LAYOUT.length, np.float32), 1, 0)
+    sizes, payload = GradientCodec(LAYOUT, make("none", seed=0, rank=0)).pack(np.zeros(LAYOUT.length, np.float32), 1, 0)
     at, lo = 0, 0
     for tensor, size in zip(LAYOUT.tensors, sizes, strict=True):
         body = slice(at + size - 4 * tensor.length, at + size)
@@ -185,19 +185,19 @@ async def body_that_stops(peer: Peer) -> None:
 
 async def until_hung_up(peer: Peer) -> None:
     while True:
-        assert await peer.hears() == Done(6)  # that the honest worker has got to the end
+        assert await peer.hears() == TrainingDone(6)  # that the honest worker has got to the end
 
 
 async def no_message(peer: Peer) -> None:
     """It sends bytes that are no message."""
-    await peer.line.send(Refused(1, "this is what a server says"))
+    await peer.line.send(RequestRefused(1, "this is what a server says"))
     with pytest.raises(HcsimError):
         await peer.hears()
 
 
 async def refused(peer: Peer, why: str) -> None:
     heard = await peer.hears()
-    assert isinstance(heard, Refused)
+    assert isinstance(heard, RequestRefused)
     assert any(reason in heard.reason for reason in why.split("|")), heard.reason
 
 
@@ -213,7 +213,7 @@ POISONS = (nan, infinity, wrong_shape, missing_name, unknown_compressor, body_wi
 def test_poison_gradient(run, poison):
     """What is not a gradient is refused and never counted, and the honest worker trains to the end as if alone."""
 
-    async def body(s: Host, a: Host, b: Host, address: str, act: Any) -> tuple[Done, int, str | None]:
+    async def body(s: Host, a: Host, b: Host, address: str, act: Any) -> tuple[TrainingDone, int, str | None]:
         bench = Bench(s, 6, policy=QUICK, awaited="ab")
         listener = await bench.open(address)
         worker = worker_on(a, "a", policy=QUICK)
@@ -226,14 +226,14 @@ def test_poison_gradient(run, poison):
 
     found = run(partial(body, act=poison))
     assert found == run(partial(body, act=nothing))
-    assert found[:2] == (Done(6), 0)
+    assert found[:2] == (TrainingDone(6), 0)
 
 
 def test_poison_gradient_that_is_a_decompression_bomb():
     """64 MiB of zeros in a few KiB, in the place of a small tensor: refused by name, without room for them."""
     zstd = make("zstd", seed=0, rank=0)
     bomb = zstd.encode(np.zeros(1 << 24, np.float32), Ident("0.weight"))
-    gradients = Gradients(LAYOUT, zstd)
+    gradients = GradientCodec(LAYOUT, zstd)
     good, _ = gradients.pack(ones(), 1, 0)
     sizes = (bomb.nbytes, *good[1:])
     push = Push(1, 0, 8, "zstd", sizes)
@@ -251,7 +251,7 @@ def test_poison_gradient_that_is_a_decompression_bomb():
 def test_lost_response_resubmit(run):
     """The answer is lost with the connection, the push comes again, and counts once."""
 
-    async def body(s: Host, a: Host, b: Host, address: str) -> tuple[list[Answer], np.ndarray]:
+    async def body(s: Host, a: Host, b: Host, address: str) -> tuple[list[ServerReply], np.ndarray]:
         bench = Bench(s, 2, awaited="b")
         listener = await bench.open(address)
         async with await Peer.call(b, listener.address) as first:
@@ -263,12 +263,12 @@ def test_lost_response_resubmit(run):
             for sequence, version in ((1, 0), (1, 0), (2, 1), (2, 1)):
                 await again.push(ones(8.0), sequence, version)
                 heard.append(await again.hears())
-            await again.line.send(Leave())
+            await again.line.send(LeaveRequest())
             await bench.serving
         return heard, bench.learner.replica.parameters
 
     heard, parameters = run(body)
-    assert heard == [Accepted(1, 1), Accepted(1, 1), Accepted(2, 2), Done(2)]
+    assert heard == [PushAccepted(1, 1), PushAccepted(1, 1), PushAccepted(2, 2), TrainingDone(2)]
     momentum = OPTIMIZER.momentum
     expected = task("convex").replica(SEED).parameters - OPTIMIZER.lr * (1 + (1 + momentum))
     np.testing.assert_allclose(parameters, expected, rtol=1e-5, atol=1e-6)
@@ -292,13 +292,13 @@ def test_stale_409(run):
         await bench.stop()
         return heard
 
-    assert run(body) == [0, Accepted(1, 1), Stale(1, 1), 1, Accepted(2, 2)]
+    assert run(body) == [0, PushAccepted(1, 1), PushStale(1, 1), 1, PushAccepted(2, 2)]
 
 
 def test_stale_409_in_a_whole_job():
     """With no staleness allowed, workers that keep pace refuse each other's pushes all the time, and get to the end."""
     job = Job(world_with(), total=60, policy=BOUNDED)
-    assert job.run() == dict.fromkeys(("s", *NAMES), Done(60))
+    assert job.run() == dict.fromkeys(("s", *NAMES), TrainingDone(60))
     assert sorted(version for _, version in job.counted) == list(range(1, 61))
     computed = sum(len(worker.gradients.packed) for worker in job.workers.values())
     assert computed > 60
@@ -308,7 +308,7 @@ def test_stale_409_in_a_whole_job():
 def test_unequal_batches():
     """Batches of 16, 8 and 4 count by their samples: the result is that of one process with all 28."""
     job = Job(world_with(), total=20)
-    assert job.run()["s"] == Done(20)
+    assert job.run()["s"] == TrainingDone(20)
     found = job.bench.learner.replica.parameters
     np.testing.assert_allclose(found, alone(20), rtol=2e-5, atol=2e-6)
     assert np.abs(found - _equally_weighted(20)).max() > 0.01
@@ -349,14 +349,14 @@ def test_shard_exhausted(run):
         same = [digest(worker.learner.replica.parameters) == bench.digest for worker in workers.values()]
         return done, [worker.accepted for worker in workers.values()], same
 
-    assert run(body) == ([Done(12)] * 2, [12, 4], [True] * 2)
+    assert run(body) == ([TrainingDone(12)] * 2, [12, 4], [True] * 2)
 
 
 def test_end_race():
     """A worker that is still busy when training ends is told so, and gets the final model, instead of a dead line."""
     policy = replace(POLICY, deadline_s=0.1)
     job = Job(world_with(Pause(at_s=0.1, node="c", duration_s=1.0)), total=40, policy=policy)
-    assert job.run() == dict.fromkeys(("s", *NAMES), Done(40))
+    assert job.run() == dict.fromkeys(("s", *NAMES), TrainingDone(40))
     assert ("c", 40) not in job.counted
     assert job.digests == dict.fromkeys(NAMES, job.bench.digest)
 
@@ -383,10 +383,10 @@ def test_json_model_pull(run):
 def test_decode_failure_kept_local(run):
     """A payload that cannot be decoded is refused by the tensor's name; nothing is put in its place."""
 
-    async def body(s: Host, a: Host, b: Host, address: str) -> tuple[list[Answer], bool]:
+    async def body(s: Host, a: Host, b: Host, address: str) -> tuple[list[ServerReply], bool]:
         bench = Bench(s, 1, awaited="b", compressor="topk:0.1")
         listener = await bench.open(address)
-        sizes, good = Gradients(LAYOUT, make("topk:0.1", seed=SEED, rank=0)).pack(ones(), 1, 0)
+        sizes, good = GradientCodec(LAYOUT, make("topk:0.1", seed=SEED, rank=0)).pack(ones(), 1, 0)
         bad = good.copy()
         bad[: sizes[0]] = 0xFF
         before = bench.digest
@@ -396,14 +396,14 @@ def test_decode_failure_kept_local(run):
             unchanged = bench.digest == before
             await peer.push(None, 2, 0, packed=(sizes, good), compressor="topk:0.1")
             heard.append(await peer.hears())
-            await peer.line.send(Leave())
+            await peer.line.send(LeaveRequest())
             await bench.serving
         return heard, unchanged
 
     (refusal, accepted), unchanged = run(body)
-    assert isinstance(refusal, Refused)
+    assert isinstance(refusal, RequestRefused)
     assert LAYOUT.tensors[0].name in refusal.reason
-    assert accepted == Accepted(2, 1)
+    assert accepted == PushAccepted(2, 1)
     assert unchanged
 
 

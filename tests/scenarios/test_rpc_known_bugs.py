@@ -9,7 +9,7 @@ import pytest
 
 from hcsim.config import Crash, Partition, Reset
 from hcsim.errors import ChannelError, DeadlineExceeded
-from hcsim.transport.rpc import Endpoint, Registry, serving_endpoint
+from hcsim.transport.rpc import Endpoint, ProcedureRegistry, serving_endpoint
 from hcsim.virtual.world import World
 from tests.contracts.conftest import arena  # noqa: F401 - a fixture
 from tests.switches import on_switch
@@ -23,7 +23,7 @@ def test_rpc_deadlock_callers_that_wait_for_each_other_are_both_answered(arena):
         return 0 if hops == 0 else 1 + await serving_endpoint().call("relay", hops - 1)
 
     async def body(left, right):
-        registry = Registry()
+        registry = ProcedureRegistry()
         registry.add(relay)
         client, server = await arena.channels(left, right)
         async with Endpoint(left, client, registry) as near, Endpoint(right, server, registry) as far:
@@ -51,7 +51,7 @@ def test_every_call_ends_whatever_happens_to_the_connection(fault):
     world = World(on_switch(["a", "b"], [fault]))
 
     async def serve():
-        registry = Registry()
+        registry = ProcedureRegistry()
         registry.add(doubled)
         Endpoint(world.host("b"), await (await world.host("b").listen("b:1")).accept(), registry)
 

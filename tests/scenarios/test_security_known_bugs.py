@@ -20,7 +20,7 @@ from hcsim.errors import AdmissionRefused, ChannelBroken, CollectiveError, PeerR
 from hcsim.identity.handshake import Credentials
 from hcsim.identity.key import NodeKey
 from hcsim.identity.namespace import ClusterSecret
-from hcsim.identity.trust_list import Reason
+from hcsim.identity.trust_list import RefusalReason
 from hcsim.real.host import RealHost, RealOptions
 from hcsim.real.tls import ClusterTls
 from hcsim.rng import stream
@@ -29,7 +29,7 @@ from hcsim.runtime.frame import Header, Kind
 from hcsim.runtime.host import Host
 from hcsim.training.parameter_server import messages
 from hcsim.transport.admission import AdmittedHost
-from hcsim.transport.hello import Hello, Membership, Wire
+from hcsim.transport.hello import GroupHello, GroupMembership, Wire
 from hcsim.transport.messages import Schema
 from hcsim.virtual.host import VirtualHost
 from hcsim.virtual.world import World
@@ -108,7 +108,7 @@ def test_psk_in_clear() -> None:
         for message in caller_said:
             await replay.send(Header(len(message), Kind.HELLO), memoryview(message))
         answers = [bytes((await replay.recv(allocate))[1]) for _ in range(2)]
-        assert answers[1] == bytes([3, Reason.FOREIGN_PROOF])
+        assert answers[1] == bytes([3, RefusalReason.FOREIGN_PROOF])
         with pytest.raises(ChannelBroken):
             await replay.recv(allocate)
 
@@ -144,7 +144,7 @@ def test_tls_half_wired(addresses: Callable[[int], list[str]]) -> None:
 
     async def on_rank(rank: int, secured: bool) -> Any:
         options = RealOptions(str(rank), tls=ClusterTls(keys[rank], OURS) if secured else None)
-        us = Membership(rank, peers, wire=Wire(connect_timeout_s=2.0), identities=identities)
+        us = GroupMembership(rank, peers, wire=Wire(connect_timeout_s=2.0), identities=identities)
         async with RealHost(options) as host, await Group.open(host, us, SHORT) as group:
             return (await group.all_reduce(np.full(1000, rank + 1.0)))[0]
 
@@ -169,14 +169,14 @@ def test_anonymous_rank(claims_to_be: int) -> None:
         inside = [AdmittedHost(host, member(host.name)) for host in hosts]
 
         async def honest(rank: int) -> Any:
-            us = Membership(rank, addresses, identities=identities)
+            us = GroupMembership(rank, addresses, identities=identities)
             async with await Group.open(inside[rank], us, SHORT) as group:
                 await hosts[rank].clock.sleep(1.0)
                 return (await group.all_reduce(np.full(10, rank + 1.0)))[0]
 
         async def thief() -> str:
             channel = await inside[3].connect(addresses[0])
-            hello = Hello("hcsim", 0, 3, Wire().segment_bytes, 1, claims_to_be)
+            hello = GroupHello("hcsim", 0, 3, Wire().segment_bytes, 1, claims_to_be)
             data = msgspec.msgpack.encode(hello)
             await channel.send(Header(len(data), Kind.HELLO), memoryview(data))
             header, payload = await channel.recv(allocate)
@@ -199,7 +199,7 @@ def test_anonymous_rank_that_is_dialled(proves: bool) -> None:
         inside = AdmittedHost(thief, member("thief")) if proves else thief
         listener = await inside.listen(addresses[0])
         host = AdmittedHost(mini, member("mini")) if proves else mini
-        us = Membership(1, addresses, identities=(node("studio"), node("mini")))
+        us = GroupMembership(1, addresses, identities=(node("studio"), node("mini")))
         async with await Group.open(host, us, SHORT) as group:
             seen = f"proved to be node {node('thief')}" if proves else "proved nothing"
             with pytest.raises(CollectiveError, match=f"should be rank 0, node {node('studio')}, but {seen}"):
@@ -216,7 +216,7 @@ def test_copied_identity() -> None:
         listener = await AdmittedHost(mini, member("mini")).listen("mini:1")
         with pytest.raises(AdmissionRefused, match=r"node_key was copied.*delete it on one of them") as refused:
             await AdmittedHost(copy, member("mini", boot=77)).connect(listener.address)
-        assert refused.value.reason == Reason.COPIED_IDENTITY.name
+        assert refused.value.reason == RefusalReason.COPIED_IDENTITY.name
         friend = await AdmittedHost(studio, member("studio")).connect(listener.address)
         assert (await listener.accept()).identity == node("studio")
         assert friend.identity == node("mini")
@@ -233,7 +233,7 @@ def test_pin_guessing() -> None:
 
         def count(verdict: Any) -> None:
             nonlocal guesses
-            guesses += verdict.reason is Reason.OTHER_CLUSTER
+            guesses += verdict.reason is RefusalReason.OTHER_CLUSTER
 
         listener = await AdmittedHost(studio, member("studio"), count).listen("studio:1")
         number = 0

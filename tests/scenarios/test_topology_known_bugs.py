@@ -11,7 +11,7 @@ from hcsim.config import Attachment, Scenario, load_scenario
 from hcsim.launch.virtual_cluster import measure_topology
 from hcsim.runtime.channel import Phantom
 from hcsim.runtime.host import Medium
-from hcsim.transport.hello import Membership
+from hcsim.transport.hello import GroupMembership
 from hcsim.virtual.host import VirtualHost
 from hcsim.virtual.world import World
 
@@ -60,7 +60,7 @@ def exchange_s(scenario: Scenario, addresses: dict[str, tuple[str, ...]]) -> flo
     async def studio(host: VirtualHost) -> float:
         if host.name not in STUDIOS:
             return 0.0
-        us = Membership(STUDIOS.index(host.name), addresses[host.name])
+        us = GroupMembership(STUDIOS.index(host.name), addresses[host.name])
         async with await Group.open(host, us, Options()) as group:
             await group.barrier()
             began_s = host.clock.elapsed()

@@ -7,7 +7,7 @@ import pytest
 
 import hcsim
 from hcsim.collectives.group import Group
-from hcsim.compressors.base import Bytes, Ident
+from hcsim.compressors.base import ByteArray, Ident
 from hcsim.compressors.registry import make
 from hcsim.config import Training
 from hcsim.errors import CompressionError, HcsimError
@@ -16,7 +16,7 @@ from hcsim.runtime.frame import HEADER_BYTES
 from hcsim.training.aggregation.aggregator import OneLevel
 from hcsim.training.data import Batches
 from hcsim.training.layout import Layout
-from hcsim.training.learner import Ledger
+from hcsim.training.learner import TimeAccounting
 from hcsim.training.task import Indices, Replica
 from hcsim.training.tasks import task
 from tests.training.clusters import Parameters, quiet_cluster
@@ -34,7 +34,9 @@ def test_encoded_bytes_summed(spec: str) -> None:
 
     async def program(group: Group) -> tuple[float, float]:
         flat = tensor.reshape(-1).copy()
-        await OneLevel(group, Ledger(group.host), make(spec, seed=1, rank=group.rank)).total(flat, BUCKET, 1.0, 0)
+        await OneLevel(group, TimeAccounting(group.host), make(spec, seed=1, rank=group.rank)).total(
+            flat, BUCKET, 1.0, 0
+        )
         kept = flat[flat != 0]
         return float(kept.min()), float(kept.max())
 
@@ -51,7 +53,7 @@ def test_claimed_not_sent() -> None:
         for spec in ("none", "topk:0.01", "int8", "onebit", "powersgd:2"):
             before = group.bytes_sent, group.wire_bytes
             flat = np.ones(LAYOUT.length, np.float32)
-            aggregator = OneLevel(group, Ledger(group.host), make(spec, seed=1, rank=group.rank), "ring")
+            aggregator = OneLevel(group, TimeAccounting(group.host), make(spec, seed=1, rank=group.rank), "ring")
             await aggregator.total(flat, BUCKET, 1.0, 0)
             sent.append(group.bytes_sent - before[0])
             frames, rest = divmod(group.wire_bytes - before[1] - sent[-1], HEADER_BYTES)
@@ -73,7 +75,7 @@ def test_decode_failure_kept_local(monkeypatch: pytest.MonkeyPatch) -> None:
     """A payload that cannot be decoded ends the step on every rank; nobody goes on with its own gradient."""
     whole = type(make("topk:0.1", seed=1, rank=0)).encode
 
-    def damaged(self: object, tensor: np.ndarray, of: Ident) -> Bytes:
+    def damaged(self: object, tensor: np.ndarray, of: Ident) -> ByteArray:
         payload = whole(self, tensor, of).copy()  # type: ignore[arg-type]
         if of.step == 3:
             payload[16:20] = 0xFF  # the first index

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from hcsim.config import Scenario
-from hcsim.scripts.processes import Processes
+from hcsim.scripts.processes import RankProcesses
 from hcsim.scripts.run import ScriptRun, simulate_script
 from hcsim.telemetry.trace import Sink
 
@@ -35,7 +35,7 @@ Runner = Callable[..., Told]
 
 
 @pytest.fixture
-def run_text(tmp_path: Path, processes: Processes) -> Runner:
+def run_text(tmp_path: Path, processes: RankProcesses) -> Runner:
     """Runs a script that is given as text, after what all of them import; it may fail."""
 
     def run(scenario: Scenario, text: str, *arguments: str, sink: Sink | None = None) -> Told:

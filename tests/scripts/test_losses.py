@@ -7,22 +7,22 @@ from collections.abc import Awaitable, Callable
 import pytest
 from msgspec.structs import replace
 
-from hcsim.cluster.node import Node
+from hcsim.cluster.node import ClusterNode
 from hcsim.config import AnyFault, Crash, Partition, Restart
 from hcsim.errors import HcsimError
 from hcsim.runtime.channel import Listener
-from hcsim.scripts.conversation import Failed, Stored
+from hcsim.scripts.ipc import RankFailed, Stored
 from hcsim.scripts.processes import end_of, lost
-from hcsim.scripts.store import PORT, StoreLine, StoreService
+from hcsim.scripts.store import PORT, StoreClient, StoreService
 from hcsim.units import PositiveSeconds, Seconds
 from hcsim.virtual.host import VirtualHost
 from tests.cluster.nodes import Party
 
-Act = Callable[[VirtualHost, Node, StoreLine], Awaitable[None]]
+Act = Callable[[VirtualHost, ClusterNode, StoreClient], Awaitable[None]]
 KEEPER = "a"
 
 
-async def _forever(host: VirtualHost, node: Node, store: StoreLine) -> None:
+async def _forever(host: VirtualHost, node: ClusterNode, store: StoreClient) -> None:
     await host.clock.sleep(1e6)
 
 
@@ -32,31 +32,31 @@ class Watched:
     def __init__(self, names: str, *faults: AnyFault, ranks: int | None = None) -> None:
         self.party = Party([*names], faults)
         self.party.config = replace(self.party.config, nodes=ranks or len(names))
-        self.heard: dict[str, Failed] = {}
+        self.heard: dict[str, RankFailed] = {}
         self.when_s: dict[str, float] = {}
         self.acts: dict[str, Act] = {}
         for name in names[: self.party.config.needed]:
             self.party.meanwhile[name] = self._watch
 
-    async def _watch(self, node: Node) -> None:
+    async def _watch(self, node: ClusterNode) -> None:
         host = self.party.world.host(node.us.name)
         if host.life > 1:
             return
         address = f"{KEEPER}:{PORT}"
         if host.name == KEEPER:
             host.spawn(StoreService().serve(host, await host.listen(address)), name="store")
-        store = StoreLine(host, KEEPER, address)
+        store = StoreClient(host, KEEPER, address)
         view = await node.view(-1)
         watching = host.spawn(lost(host, node, view, view.members, store), name="losses")
         watching.add_done_callback(lambda task: self._note(host, task.result()) if not task.cancelled() else None)
         await self.acts.get(host.name, _forever)(host, node, store)
         watching.cancel()
 
-    def _note(self, host: VirtualHost, failed: Failed) -> None:
+    def _note(self, host: VirtualHost, failed: RankFailed) -> None:
         self.heard[host.name], self.when_s[host.name] = failed, host.loop.time()
 
 
-async def _end_and_leave(host: VirtualHost, node: Node, store: StoreLine) -> None:
+async def _end_and_leave(host: VirtualHost, node: ClusterNode, store: StoreClient) -> None:
     """As a member does whose script has ended."""
     await host.clock.sleep(20.0)
     rank = node.status().us.name
@@ -84,7 +84,7 @@ def test_both_sides_of_a_split_hear_of_it_also_the_one_that_cannot_decide_alone(
 def test_a_machine_that_was_started_anew_has_lost_its_script() -> None:
     watched = Watched("ab", Restart(Seconds(10), "b", down_s=Seconds(0.1), clean=True))
     watched.party.run(60)
-    assert watched.heard["a"] == Failed(1, "rank 1 (b) was lost: it was started anew")
+    assert watched.heard["a"] == RankFailed(1, "rank 1 (b) was lost: it was started anew")
 
 
 @pytest.mark.parametrize("fault", [[], [Crash(at_s=Seconds(20), node="c")]])
@@ -118,7 +118,7 @@ def test_who_ends_when_the_store_has_gone_with_its_keeper_is_no_loss(monkeypatch
     serve = StoreService.serve
     monkeypatch.setattr(StoreService, "serve", only_until)
 
-    async def end_unheard(host: VirtualHost, node: Node, store: StoreLine) -> None:
+    async def end_unheard(host: VirtualHost, node: ClusterNode, store: StoreClient) -> None:
         await host.clock.sleep(40.0)
         with pytest.raises(HcsimError):
             await store.do(Stored("set", (end_of(2),), (b"",), timeout_s=5.0))

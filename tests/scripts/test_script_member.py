@@ -12,7 +12,7 @@ from hcsim.config import Cluster
 from hcsim.errors import ConfigError
 from hcsim.launch.real import RealNode
 from hcsim.real.keys import new_secret, save_secret
-from hcsim.scripts.member import Script, run_in_cluster
+from hcsim.scripts.member import ScriptSpec, run_in_cluster
 
 
 def test_a_port_that_is_taken_is_told_before_anybody_counts_on_this_machine(tmp_path: Path) -> None:
@@ -26,11 +26,11 @@ def test_a_port_that_is_taken_is_told_before_anybody_counts_on_this_machine(tmp_
         cluster = Cluster(nodes=1, discovery_port=control, gradient_port=gradients, discover=False)
         here = RealNode(tmp_path, hosts=("127.0.0.1",))
         with pytest.raises(ConfigError, match=f"cannot listen at 127.0.0.1:{gradients}"):
-            asyncio.run(run_in_cluster(here, cluster, Script.read(path, []), tell=told.append))
+            asyncio.run(run_in_cluster(here, cluster, ScriptSpec.read(path, []), tell=told.append))
     assert not told
 
 
 def test_a_coordinator_is_for_training(tmp_path: Path) -> None:
     cluster = Cluster(nodes=1, coordinator="127.0.0.1:1")
     with pytest.raises(ConfigError, match="coordinator is for training"):
-        asyncio.run(run_in_cluster(RealNode(tmp_path), cluster, Script(str(tmp_path), (), "")))
+        asyncio.run(run_in_cluster(RealNode(tmp_path), cluster, ScriptSpec(str(tmp_path), (), "")))

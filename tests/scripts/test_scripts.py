@@ -15,9 +15,9 @@ from torch import nn
 
 from hcsim.config import Crash, Pause, Restart, Scenario, parse_scenario
 from hcsim.runtime.host import Work
-from hcsim.scripts.conversation import ended_how
 from hcsim.scripts.fork_server import FORKS
-from hcsim.scripts.processes import Processes
+from hcsim.scripts.ipc import ended_how
+from hcsim.scripts.processes import RankProcesses
 from hcsim.scripts.run import simulate_script
 from hcsim.virtual.hardware import machine_of, seconds
 from tests.scripts.conftest import Runner
@@ -453,7 +453,7 @@ def test_what_a_script_begins_with_is_imported_early(tmp_path: Path, before: byt
 
 @pytest.mark.slow
 @pytest.mark.skipif(not FORKS, reason="every rank begins anew here")
-def test_early_means_once_for_all_ranks(tmp_path: Path, processes: Processes) -> None:
+def test_early_means_once_for_all_ranks(tmp_path: Path, processes: RankProcesses) -> None:
     script = tmp_path / "script.py"
     script.write_text("import os, scipy.signal\nprint('_sigtools' in open(f'/proc/{os.getppid()}/maps').read())")
     said: list[str] = []

@@ -8,8 +8,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hcsim.scripts.arena import Arena, Mapped, shared_file
-from hcsim.scripts.conversation import Slot
+from hcsim.scripts.ipc import SharedArray
+from hcsim.scripts.shared_memory import SharedMemoryAllocator, SharedMemoryMap, shared_file
 
 Turn = tuple[bool, int]
 
@@ -18,8 +18,8 @@ Turn = tuple[bool, int]
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 3 << 20)), max_size=40))
 def test_arrays_never_overlap_and_both_sides_see_the_same(turns: list[Turn]) -> None:
     descriptor = shared_file()
-    arena, other = Arena(descriptor), Mapped(os.dup(descriptor))
-    held: list[tuple[Slot, np.ndarray, int]] = []
+    arena, other = SharedMemoryAllocator(descriptor), SharedMemoryMap(os.dup(descriptor))
+    held: list[tuple[SharedArray, np.ndarray, int]] = []
     for number, (give_back, size) in enumerate(turns):
         if give_back and held:
             slot, array, value = held.pop(size % len(held))
@@ -41,7 +41,7 @@ def test_arrays_never_overlap_and_both_sides_see_the_same(turns: list[Turn]) -> 
 
 
 def test_what_was_given_back_is_used_again() -> None:
-    arena = Arena(shared_file())
+    arena = SharedMemoryAllocator(shared_file())
     large = np.empty(10 << 20, np.uint8)
     grown = []
     for _ in range(20):

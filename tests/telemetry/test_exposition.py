@@ -10,7 +10,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as read_text
 
 from hcsim.telemetry.exposition import prometheus_text, scrape
-from hcsim.telemetry.metrics import DURATIONS_S, TABLE, HostMetrics, Kind
+from hcsim.telemetry.metrics import DURATIONS_S, TABLE, HostMetrics, MetricKind
 
 
 def everything() -> HostMetrics:
@@ -18,9 +18,9 @@ def everything() -> HostMetrics:
     metrics = HostMetrics()
     for metric in TABLE.values():
         labels = {label: f'{label} "1"' for label in metric.labels}
-        if metric.kind is Kind.COUNTER:
+        if metric.kind is MetricKind.COUNTER:
             metrics.counter(metric.name, **labels).add(3)
-        elif metric.kind is Kind.GAUGE:
+        elif metric.kind is MetricKind.GAUGE:
             metrics.gauge(metric.name, **labels).set(2.5)
         else:
             metrics.histogram(metric.name, **labels).observe(0.02)
@@ -34,10 +34,10 @@ def test_every_metric_comes_back_with_its_kind_its_help_and_its_value() -> None:
         assert (family.type, family.documentation) == (metric.kind.value, metric.help)
         labels = {"host": "mini", **{label: f'{label} "1"' for label in metric.labels}}
         values = {sample.name: sample.value for sample in family.samples if sample.labels == labels}
-        if metric.kind is Kind.HISTOGRAM:
+        if metric.kind is MetricKind.HISTOGRAM:
             assert values == {f"{metric.name}_count": 1, f"{metric.name}_sum": 0.02}
         else:
-            assert values == {metric.name: 3 if metric.kind is Kind.COUNTER else 2.5}
+            assert values == {metric.name: 3 if metric.kind is MetricKind.COUNTER else 2.5}
 
 
 def test_buckets_are_cumulative() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hcsim.errors import UsageError
-from hcsim.telemetry.metrics import DURATIONS_S, TABLE, HostMetrics, Kind, markdown
+from hcsim.telemetry.metrics import DURATIONS_S, TABLE, HostMetrics, MetricKind, markdown
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -16,8 +16,8 @@ ROOT = Path(__file__).parent.parent.parent
 @pytest.mark.parametrize("metric", TABLE.values(), ids=TABLE)
 def test_names_follow_the_conventions(metric) -> None:
     assert re.fullmatch(r"hcsim(_[a-z]+)+", metric.name)
-    assert metric.name.endswith("_total") == (metric.kind is Kind.COUNTER)
-    assert metric.kind is not Kind.HISTOGRAM or metric.unit == "seconds"
+    assert metric.name.endswith("_total") == (metric.kind is MetricKind.COUNTER)
+    assert metric.kind is not MetricKind.HISTOGRAM or metric.unit == "seconds"
     assert not {"host", "le", "instance", "job"} & {*metric.labels}
     assert metric.help.endswith(".")
 

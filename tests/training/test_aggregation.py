@@ -18,7 +18,7 @@ from hcsim.errors import CompressionError, NotFinite
 from hcsim.rng import generator
 from hcsim.training.aggregation.aggregator import Aggregator, Hierarchical, OneLevel
 from hcsim.training.layout import Layout
-from hcsim.training.learner import Ledger
+from hcsim.training.learner import TimeAccounting
 from tests.training.clusters import quiet_cluster
 
 LAYOUT = Layout.of(
@@ -44,7 +44,7 @@ def totals(
 
     async def program(group: Group) -> tuple[list[Array], Array]:
         compressor = make(spec, seed=3, rank=group.rank)
-        aggregator = wrap(group) if wrap else OneLevel(group, Ledger(group.host), compressor)
+        aggregator = wrap(group) if wrap else OneLevel(group, TimeAccounting(group.host), compressor)
         sums = []
         for step in range(steps):
             flat = gradient(group.rank, step)
@@ -125,7 +125,7 @@ def test_a_hierarchy_sums_over_all_and_compresses_between_homes_only(spec: str) 
         if group.rank != ours[0]:
             return Hierarchical(near, None)
         speakers = group.subgroup([home[0] for home in homes])
-        return Hierarchical(near, OneLevel(speakers, Ledger(group.host), make(spec, seed=3, rank=group.rank)))
+        return Hierarchical(near, OneLevel(speakers, TimeAccounting(group.host), make(spec, seed=3, rank=group.rank)))
 
     sums, _ = totals("none", 5, wrap=wrap)
     assert len({theirs[0].tobytes() for theirs in sums}) == 1
@@ -143,7 +143,7 @@ def test_stochastic_rounding_is_right_on_average_through_both_encodings() -> Non
 
     async def program(group: Group) -> Array:
         compressor = make("int8:stochastic", seed=3, rank=group.rank)
-        aggregator = OneLevel(group, Ledger(group.host), compressor)
+        aggregator = OneLevel(group, TimeAccounting(group.host), compressor)
         mean = np.zeros(LAYOUT.length)
         for step in range(steps):
             flat = gradient(group.rank)
@@ -171,7 +171,7 @@ def test_a_gradient_that_is_not_finite_is_refused_by_all_ranks_and_the_group_goe
                 if step == 1 and (group.rank == 1 or value > 0):
                     flat[LAYOUT.tensors[0].span] = value
                 try:
-                    aggregator = OneLevel(group, Ledger(group.host), compressor)
+                    aggregator = OneLevel(group, TimeAccounting(group.host), compressor)
                     await aggregator.total(flat, LAYOUT.buckets(1 << 20)[0], 1.0, step)
                     compressor.commit(step)
                 except NotFinite as error:
@@ -196,7 +196,7 @@ def test_a_length_that_no_payload_can_have_is_refused_before_memory_is_taken(cla
         if group.rank == 1:
             await group.all_gather(np.array([claimed] * group.size))
         else:
-            aggregator = OneLevel(group, Ledger(group.host), make("zstd", seed=3, rank=group.rank))
+            aggregator = OneLevel(group, TimeAccounting(group.host), make("zstd", seed=3, rank=group.rank))
             await aggregator.total(gradient(group.rank), LAYOUT.buckets(1 << 20)[0], 1.0, 0)
 
     refused = hcsim.simulate(quiet_cluster(2), program).results[0]

@@ -29,7 +29,7 @@ from hcsim.training.layout import Layout
 from hcsim.training.optimizer import Sgd
 from hcsim.training.task import Replica, Task, backward_work, forward_work
 from hcsim.training.tasks import TASKS, convex, task, torch_task
-from hcsim.training.tasks.torch_replica import Memory, MirroredMemory, TorchReplica
+from hcsim.training.tasks.torch_replica import MirroredMemory, ReplicaMemory, TorchReplica
 from hcsim.training.tasks.torch_task import TorchTask, cross_entropy
 
 REAL = ("digits", "text", "convex")
@@ -173,7 +173,7 @@ class Deaf(nn.Linear):
 
 def test_a_block_that_makes_no_use_of_the_one_before_is_refused() -> None:
     data = torch.ones(2, 3), torch.zeros(2, 3)
-    replica = TorchReplica([nn.Linear(3, 3), Deaf(3, 3)], nn.functional.mse_loss, data, Memory(24))
+    replica = TorchReplica([nn.Linear(3, 3), Deaf(3, 3)], nn.functional.mse_loss, data, ReplicaMemory(24))
     replica.forward(np.arange(2))
     replica.backward(1)
     with pytest.raises(UsageError, match="block 1 makes no use of what block 0 gives it"):
@@ -190,7 +190,7 @@ def test_nothing_is_kept_after_the_backward_pass() -> None:
             return said
 
     data = torch.ones(2, 3), torch.zeros(2, 3)
-    replica = TorchReplica([Watched(3, 3), Watched(3, 3)], nn.functional.mse_loss, data, Memory(24))
+    replica = TorchReplica([Watched(3, 3), Watched(3, 3)], nn.functional.mse_loss, data, ReplicaMemory(24))
     replica.forward(np.arange(2))
     assert any(each() is not None for each in flowing)
     for block in (1, 0):
@@ -212,7 +212,7 @@ def test_a_device_with_its_own_memory_computes_the_same() -> None:
 
 
 def test_flat_arrays_are_the_models_own_memory() -> None:
-    memory = Memory(10)
+    memory = ReplicaMemory(10)
     memory.device_parameters.fill_(3)
     memory.device_gradients.fill_(4)
     assert memory.parameters.tolist() == [3] * 10

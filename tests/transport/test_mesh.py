@@ -21,8 +21,8 @@ from hcsim.real.host import RealHost, RealOptions
 from hcsim.runtime.channel import Channel, Phantom
 from hcsim.runtime.frame import HEADER_BYTES, Header, Kind, encode_header
 from hcsim.runtime.host import Host
-from hcsim.transport.callers import MAX_STRANGERS, Refusals
-from hcsim.transport.hello import HELLO_LIMIT_BYTES, HELLO_TIMEOUT_S, Hello, Membership, Wire
+from hcsim.transport.admission_queue import MAX_STRANGERS, RefusalLog
+from hcsim.transport.hello import HELLO_LIMIT_BYTES, HELLO_TIMEOUT_S, GroupHello, GroupMembership, Wire
 from hcsim.transport.link import Link
 from hcsim.transport.mesh import Mesh
 from hcsim.virtual.host import VirtualHost
@@ -30,7 +30,7 @@ from hcsim.virtual.world import World
 
 GOODBYE = ((Kind.BYE, ""), ChannelClosed("the test is over"))
 WIRE = Wire(connect_timeout_s=20.0)
-HELLO = Hello("hcsim", 0, 3, WIRE.segment_bytes, 1, 1)
+HELLO = GroupHello("hcsim", 0, 3, WIRE.segment_bytes, 1, 1)
 """What rank 1 of the group says when it calls."""
 
 
@@ -48,8 +48,8 @@ def run(body: Callable[..., Awaitable[Any]], hosts: int = 3, latency_ms: float =
     return world.run(body(*world.hosts))
 
 
-def membership(rank: int, **changes: Any) -> Membership:
-    us = Membership(rank, tuple(f"mac-{n}:1000" for n in (1, 2, 3)), wire=WIRE)
+def membership(rank: int, **changes: Any) -> GroupMembership:
+    us = GroupMembership(rank, tuple(f"mac-{n}:1000" for n in (1, 2, 3)), wire=WIRE)
     return msgspec.structs.replace(us, **changes)
 
 
@@ -59,7 +59,7 @@ async def opened(host: VirtualHost, rank: int, **changes: Any) -> Mesh:
     return mesh
 
 
-async def call(host: VirtualHost, hello: Hello | bytes, kind: Kind = Kind.HELLO) -> tuple[Channel, Header, bytes]:
+async def call(host: VirtualHost, hello: GroupHello | bytes, kind: Kind = Kind.HELLO) -> tuple[Channel, Header, bytes]:
     """Call rank 0 and say that; its answer."""
     channel = await host.connect("mac-1:1000")
     data = hello if isinstance(hello, bytes) else msgspec.msgpack.encode(hello)
@@ -87,7 +87,7 @@ def test_links_open_when_they_are_needed_and_both_ends_have_the_same():
 def test_a_rings_links_open_side_by_side_however_many_there_are():
     def begins_after_s(ranks: int) -> float:
         """When the first operation can begin, at the slowest: it ends that much later than a second one."""
-        us = Membership(0, tuple(f"mac-{n + 1}:1000" for n in range(ranks)))
+        us = GroupMembership(0, tuple(f"mac-{n + 1}:1000" for n in range(ranks)))
 
         async def member(host: VirtualHost, rank: int) -> float:
             async with await Group.open(host, msgspec.structs.replace(us, rank=rank)) as group:
@@ -141,7 +141,7 @@ def test_who_waits_for_a_rank_in_vain_says_whom_it_turned_away(what):
     told: list[str] = []
 
     async def body(ours: VirtualHost, caller: VirtualHost, _: VirtualHost) -> None:
-        mesh = await opened(ours, 0, refusals=Refusals(told.append))
+        mesh = await opened(ours, 0, refusals=RefusalLog(told.append))
         await (await call(caller, hello))[0].close()
         assert len(told) == 1
         with pytest.raises(DeadlineExceeded) as late:
@@ -157,7 +157,7 @@ def test_a_stranger_cannot_fill_our_error_or_command_our_terminal():
     told: list[str] = []
 
     async def body(ours: VirtualHost, caller: VirtualHost, _: VirtualHost) -> None:
-        mesh = await opened(ours, 0, refusals=Refusals(told.append))
+        mesh = await opened(ours, 0, refusals=RefusalLog(told.append))
         name = "\x1b]0;mine\x07" + "x" * 3000
         await (await call(caller, msgspec.structs.replace(HELLO, name=name)))[0].close()
         await mesh.close(*GOODBYE)
@@ -513,7 +513,7 @@ def test_who_is_cancelled_while_it_says_goodbye_still_lets_go(addresses, shared_
     large = np.zeros(16 << 20, np.uint8).data
 
     async def main() -> None:
-        us = Membership(0, tuple(addresses(2)))
+        us = GroupMembership(0, tuple(addresses(2)))
         named = [RealOptions(name, shared_memory=shared_memory) for name in ("ours", "theirs")]
         async with RealHost(named[0]) as ours, RealHost(named[1]) as theirs:
             meshes = [Mesh(ours, us), Mesh(theirs, msgspec.structs.replace(us, rank=1))]
@@ -563,7 +563,7 @@ def test_wherever_closing_is_cancelled_everything_is_let_go(turns, again):
 
 
 async def says_nothing(ours: Host, theirs: Host, address: str) -> Channel:
-    mesh = Mesh(ours, Membership(0, (address, address)))
+    mesh = Mesh(ours, GroupMembership(0, (address, address)))
     await mesh.open()
     caller = await theirs.connect(address)
     await ours.clock.sleep(0.05)  # it is being greeted by now
@@ -601,7 +601,7 @@ def test_a_caller_that_says_nothing_is_let_go_when_the_host_closes(addresses, sh
 @pytest.mark.parametrize("ranks", [3, 5])
 def test_a_group_that_failed_is_opened_anew_although_its_callers_are_still_on_their_way(ranks, latency_ms):
     """One that goes on at once calls another that is still closing its old links; it is told to call again."""
-    us = Membership(0, tuple(f"mac-{n + 1}:1000" for n in range(ranks)))
+    us = GroupMembership(0, tuple(f"mac-{n + 1}:1000" for n in range(ranks)))
 
     async def member(host: VirtualHost, rank: int) -> None:
         group = await Group.open(host, msgspec.structs.replace(us, rank=rank))
@@ -625,7 +625,7 @@ def test_who_is_in_the_next_epoch_already_may_call_at_any_moment_while_we_leave_
     addresses, shared_memory, turns
 ):
     async def main() -> int:
-        us = Membership(0, tuple(addresses(3)))
+        us = GroupMembership(0, tuple(addresses(3)))
         named = [RealOptions(name, shared_memory=shared_memory) for name in "abc"]
         async with asyncio.timeout(20), RealHost(named[0]) as a, RealHost(named[1]) as b, RealHost(named[2]) as c:
             old = await Group.open(a, us)
@@ -672,7 +672,9 @@ def test_garbage_from_a_real_socket_is_dropped_and_members_still_connect(what):
             address = probe.address
             await probe.close()
             # Only rank 0 is called, so rank 1's address is never used.
-            meshes = [Mesh(host, Membership(rank, (address, "127.0.0.1:0"))) for rank, host in enumerate((one, other))]
+            meshes = [
+                Mesh(host, GroupMembership(rank, (address, "127.0.0.1:0"))) for rank, host in enumerate((one, other))
+            ]
             for mesh in meshes:
                 await mesh.open()
             reader, writer = await asyncio.open_connection(*address.rsplit(":", 1))
@@ -744,7 +746,7 @@ def test_who_hangs_up_before_it_has_our_answer_is_still_heard_out():
     async def body() -> None:
         async with RealHost(RealOptions("us")) as host, RealHost(RealOptions("them")) as caller:
             listener = await host.listen("127.0.0.1:0")
-            mesh = Mesh(host, Membership(0, (listener.address, "127.0.0.1:1"), wire=WIRE), listener)
+            mesh = Mesh(host, GroupMembership(0, (listener.address, "127.0.0.1:1"), wire=WIRE), listener)
             heard: list[str] = []
             failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 

@@ -16,17 +16,17 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from hcsim.errors import RemoteProtocolError, UsageError
 from hcsim.transport.rpc import RemoteRef
-from hcsim.transport.rpc.boxes import Inbox, Outgoing
-from hcsim.transport.rpc.messages import OF_CALL, SCHEMA, ArraySpec, Call, Limits, Parcel
-from hcsim.transport.rpc.references import DTYPES, Refs, oversized, pack, unpack
+from hcsim.transport.rpc.messages import OF_CALL, SCHEMA, ArraySpec, CallRequest, EncodedValue, Limits
+from hcsim.transport.rpc.references import DTYPES, ReferenceTable, oversized, pack, unpack
+from hcsim.transport.rpc.transfers import Inbox, OutgoingMessage
 
 
 async def nowhere(ref: RemoteRef[Any], kind: Any, deadline_s: float | None) -> None:
     raise AssertionError("nothing is fetched here")
 
 
-def book() -> Refs:
-    return Refs("peer", 100, lambda number, times: None, nowhere)
+def book() -> ReferenceTable:
+    return ReferenceTable("peer", 100, lambda number, times: None, nowhere)
 
 
 arrays = hnp.arrays(
@@ -52,7 +52,7 @@ def same(one: Any, other: Any) -> bool:
     return type(one) is type(other) and one == other
 
 
-def received(messages: list[Outgoing], order: list[int]) -> list[list[np.ndarray]]:
+def received(messages: list[OutgoingMessage], order: list[int]) -> list[list[np.ndarray]]:
     """Put the messages' frames through an inbox, taking the next frame of the message that `order` names."""
 
     async def main() -> list[list[np.ndarray]]:
@@ -67,7 +67,7 @@ def received(messages: list[Outgoing], order: list[int]) -> list[list[np.ndarray
             header, payload = queues[which % len(queues)].popleft()
             if header.kind:
                 call = SCHEMA.decode(payload, "peer")
-                assert isinstance(call, Call)
+                assert isinstance(call, CallRequest)
                 incoming[call.number] = inbox.announce((OF_CALL, call.number), call.parcel, {})
             else:
                 inbox.place(header)[:] = payload
@@ -85,7 +85,7 @@ def received(messages: list[Outgoing], order: list[int]) -> list[list[np.ndarray
 def test_values_arrive_as_they_were_sent_however_their_pieces_are_mixed(sent, order, segment_bytes):
     packed = [pack(value, book(), Limits()) for value in sent]
     calls = [
-        Outgoing(Call(number, "f", one.parcel), OF_CALL, one.arrays, segment_bytes)
+        OutgoingMessage(CallRequest(number, "f", one.parcel), OF_CALL, one.arrays, segment_bytes)
         for number, one in enumerate(packed, 1)
     ]
     arrived = received(calls, order)
@@ -110,7 +110,7 @@ def test_bytes_that_are_no_message_are_the_peers_fault(data):
 )
 def test_no_announced_array_is_larger_than_allowed(specs):
     limits = Limits(max_array_bytes=10_000, max_arrays=4)
-    parcel = Parcel(b"\xc0", tuple(specs))
+    parcel = EncodedValue(b"\xc0", tuple(specs))
     if not oversized(parcel, limits):
         total = sum(np.empty(spec.shape, DTYPES[spec.dtype]).nbytes for spec in specs)
         assert total <= 10_000
@@ -132,9 +132,9 @@ class References(RuleBasedStateMachine):
     def begin(self) -> None:
         self.released: deque[tuple[int, int]] = deque()
         self.owner = book()
-        self.holder = Refs("owner", 100, lambda number, times: self.released.append((number, times)), nowhere)
+        self.holder = ReferenceTable("owner", 100, lambda number, times: self.released.append((number, times)), nowhere)
         self.values = [RemoteRef.lend([number]) for number in range(3)]
-        self.under_way: deque[tuple[int, Parcel]] = deque()
+        self.under_way: deque[tuple[int, EncodedValue]] = deque()
         self.held: dict[int, Any] = {}
 
     @rule(which=st.integers(0, 2), copies=st.integers(1, 2))
@@ -207,7 +207,7 @@ def test_nothing_is_lent_over_a_channel_that_has_ended():
 
 
 def test_only_so_much_is_lent_at_once():
-    refs = Refs("peer", 2, lambda number, times: None, nowhere)
+    refs = ReferenceTable("peer", 2, lambda number, times: None, nowhere)
     with pytest.raises(UsageError, match="drop"):
         pack([RemoteRef.lend([n]) for n in range(3)], refs, Limits())
     assert refs.lent == 0

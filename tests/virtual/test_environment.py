@@ -17,7 +17,7 @@ from hcsim.errors import HcsimError
 from hcsim.launch.virtual import simulate_training
 from hcsim.training.run import Report
 from hcsim.training.trainer import train
-from hcsim.transport.hello import Membership
+from hcsim.transport.hello import GroupMembership
 from hcsim.units import PositiveSeconds, Seconds
 from hcsim.virtual.host import VirtualHost
 from hcsim.virtual.loop import VirtualLoop
@@ -32,7 +32,7 @@ def training_on(scenario: Scenario) -> Any:
     addresses = tuple(f"{name}:4000" for name in names)
 
     async def program(host: VirtualHost) -> Report:
-        async with await Group.open(host, Membership(names.index(host.name), addresses)) as group:
+        async with await Group.open(host, GroupMembership(names.index(host.name), addresses)) as group:
             return await train(group, SETTINGS, scenario.seed)
 
     return program

@@ -10,8 +10,21 @@ without a coordinator agrees on its members itself (`cluster.agreement`).
 
 from __future__ import annotations
 
-from hcsim.cluster.coordinator.messages import Checkpoint, Peer, Policy, Roster
+from hcsim.cluster.coordinator.messages import (
+    CommittedCheckpoint,
+    CoordinatorPolicy,
+    GenerationMember,
+    GenerationRoster,
+)
 from hcsim.cluster.coordinator.service import Coordinator
-from hcsim.cluster.coordinator.worker import Coordinated, Worker
+from hcsim.cluster.coordinator.worker import CoordinatedMembership, CoordinatorClient
 
-__all__ = ["Checkpoint", "Coordinated", "Coordinator", "Peer", "Policy", "Roster", "Worker"]
+__all__ = [
+    "CommittedCheckpoint",
+    "CoordinatedMembership",
+    "Coordinator",
+    "CoordinatorClient",
+    "CoordinatorPolicy",
+    "GenerationMember",
+    "GenerationRoster",
+]

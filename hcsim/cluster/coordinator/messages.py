@@ -10,11 +10,11 @@ from msgspec import Meta
 
 from hcsim.cluster.diagnosis import Findings
 from hcsim.errors import ConfigError, UsageError
-from hcsim.transport.hello import Membership, Wire
+from hcsim.transport.hello import GroupMembership, Wire
 from hcsim.transport.rpc import Procedure
 
 
-class Policy(msgspec.Struct, frozen=True, kw_only=True):
+class CoordinatorPolicy(msgspec.Struct, frozen=True, kw_only=True):
     """The coordinator's policy; workers receive it when they register."""
 
     workers: int
@@ -85,10 +85,10 @@ class Registered(msgspec.Struct, frozen=True):
     """The worker is registered under this rank."""
 
     rank: int
-    policy: Policy
+    policy: CoordinatorPolicy
 
 
-class Peer(msgspec.Struct, frozen=True):
+class GenerationMember(msgspec.Struct, frozen=True):
     """A member of a generation."""
 
     rank: int
@@ -104,12 +104,12 @@ class Peer(msgspec.Struct, frozen=True):
     """The first of the consecutive generations, in this life, that contain this worker."""
 
 
-class Roster(msgspec.Struct, frozen=True):
+class GenerationRoster(msgspec.Struct, frozen=True):
     """A generation: all workers that work together, ordered by rank. If it is empty, all work is done."""
 
     cluster: str
     generation: int
-    peers: tuple[Peer, ...]
+    peers: tuple[GenerationMember, ...]
     reason: str = ""
     """Why it replaces the previous generation, as readable text."""
     line: str = ""
@@ -122,12 +122,12 @@ class Roster(msgspec.Struct, frozen=True):
                 return place
         raise UsageError(f"{worker} is not in generation {self.generation} of {self.cluster}")
 
-    def membership(self, worker: str, wire: Wire | None = None) -> Membership:
+    def membership(self, worker: str, wire: Wire | None = None) -> GroupMembership:
         addresses = tuple(peer.address for peer in self.peers)
-        return Membership(self.place(worker), addresses, self.cluster, self.generation, wire or Wire())
+        return GroupMembership(self.place(worker), addresses, self.cluster, self.generation, wire or Wire())
 
 
-class Notice(msgspec.Struct, frozen=True):
+class GenerationStatus(msgspec.Struct, frozen=True):
     """The status of a generation."""
 
     generation: int
@@ -136,7 +136,7 @@ class Notice(msgspec.Struct, frozen=True):
     superseded: bool = False
 
 
-class Checkpoint(msgspec.Struct, frozen=True):
+class CommittedCheckpoint(msgspec.Struct, frozen=True):
     """A checkpoint that all workers of a generation have written."""
 
     step: int
@@ -145,14 +145,16 @@ class Checkpoint(msgspec.Struct, frozen=True):
 
 
 REGISTER = Procedure("coordinator.register", {"who": Register}, Registered)
-HEARTBEAT = Procedure("coordinator.heartbeat", {"generation": Number}, Notice)
+HEARTBEAT = Procedure("coordinator.heartbeat", {"generation": Number}, GenerationStatus)
 READY = Procedure(
-    "coordinator.ready", {"after": Number, "why": Words, "outcome": Words, "found": tuple[Findings, ...]}, Roster
+    "coordinator.ready",
+    {"after": Number, "why": Words, "outcome": Words, "found": tuple[Findings, ...]},
+    GenerationRoster,
 )
 LEAVE = Procedure("coordinator.leave", {"orderly": bool, "outcome": Words}, type(None))
 BARRIER = Procedure("coordinator.barrier", {"generation": Number, "name": Text}, type(None))
 BEGIN = Procedure("coordinator.begin", {"generation": Number, "step": Number}, type(None))
-REPORT = Procedure("coordinator.report", {"generation": Number, "step": Number, "digest": Text}, Checkpoint)
-COMMITTED = Procedure("coordinator.committed", {}, tuple[Checkpoint, ...])
+REPORT = Procedure("coordinator.report", {"generation": Number, "step": Number, "digest": Text}, CommittedCheckpoint)
+COMMITTED = Procedure("coordinator.committed", {}, tuple[CommittedCheckpoint, ...])
 
-NOTICE = Procedure("worker.notice", {"notice": Notice}, type(None))
+NOTICE = Procedure("worker.notice", {"notice": GenerationStatus}, type(None))

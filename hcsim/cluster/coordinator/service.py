@@ -9,16 +9,30 @@ from contextlib import suppress
 from typing import Any
 
 from hcsim.cluster.coordinator import messages
-from hcsim.cluster.coordinator.messages import Checkpoint, Notice, Policy, Register, Registered, Roster
-from hcsim.cluster.coordinator.rounds import Answer, Effect, Keep, Kept, Note, Tell
-from hcsim.cluster.coordinator.state import State
+from hcsim.cluster.coordinator.messages import (
+    CommittedCheckpoint,
+    CoordinatorPolicy,
+    GenerationRoster,
+    GenerationStatus,
+    Register,
+    Registered,
+)
+from hcsim.cluster.coordinator.rounds import (
+    CoordinatorEffect,
+    LogMessage,
+    NotifyWorker,
+    PersistedState,
+    PersistState,
+    ResolveCall,
+)
+from hcsim.cluster.coordinator.state import CoordinatorState
 from hcsim.cluster.diagnosis import Findings
 from hcsim.errors import CallRefused, ConfigError, HcsimError
 from hcsim.runtime.channel import Channel, Listener
-from hcsim.runtime.clock import News
+from hcsim.runtime.clock import BroadcastEvent
 from hcsim.runtime.host import Host, keep, kept
-from hcsim.transport.callers import Callers
-from hcsim.transport.rpc import Endpoint, Limits, Registry, serving_endpoint
+from hcsim.transport.admission_queue import AdmissionQueue
+from hcsim.transport.rpc import Endpoint, Limits, ProcedureRegistry, serving_endpoint
 
 HELLO_TIMEOUT_S = 5.0
 LIMITS = Limits(max_calls=16, max_body_bytes=1 << 22, max_arrays=1, max_array_bytes=1, max_refs=1)
@@ -32,24 +46,31 @@ class Coordinator:
     """Serves workers until it is closed."""
 
     def __init__(
-        self, host: Host, policy: Policy, *, cluster: str = "hcsim", note: Callable[[str], object] | None = None
+        self,
+        host: Host,
+        policy: CoordinatorPolicy,
+        *,
+        cluster: str = "hcsim",
+        note: Callable[[str], object] | None = None,
     ) -> None:
         self._host = host
         self._record = f"{RECORD}-{cluster}"
-        before = kept(host.store, self._record, Kept) or Kept()
+        before = kept(host.store, self._record, PersistedState) or PersistedState()
         now = host.clock.elapsed()
-        self.state = State(policy, cluster, before, now, f"{host.rng('coordinator', repr(now)).getrandbits(32):08x}")
+        self.state = CoordinatorState(
+            policy, cluster, before, now, f"{host.rng('coordinator', repr(now)).getrandbits(32):08x}"
+        )
         self._note = note
         self._who: dict[Endpoint, Register] = {}
         self._lines: dict[str, Endpoint] = {}
         self._questions: dict[int, asyncio.Future[Any]] = {}
         self._last_question = 0
-        self._undone: deque[Effect] = deque()
+        self._undone: deque[CoordinatorEffect] = deque()
         self._unsaved = ""
         """Why the persistent state cannot be saved; empty if it can."""
         self._tasks: dict[asyncio.Task[Any], None] = {}
-        self._news = News()
-        self._strangers = Callers(host)
+        self._news = BroadcastEvent()
+        self._strangers = AdmissionQueue(host)
         self._registry = self._served()
 
     def open(self, listener: Listener) -> None:
@@ -101,8 +122,8 @@ class Coordinator:
                 self.state.lost(who)
             await endpoint.close()
 
-    def _served(self) -> Registry:
-        registry = Registry()
+    def _served(self) -> ProcedureRegistry:
+        registry = ProcedureRegistry()
         registry.serve(messages.REGISTER, self._register)
         registry.serve(messages.HEARTBEAT, self._heartbeat)
         registry.serve(messages.READY, self._ready)
@@ -129,12 +150,12 @@ class Coordinator:
             raise CallRefused(f"the coordinator cannot remember anybody now: {self._unsaved}")
         return registered
 
-    async def _heartbeat(self, generation: int) -> Notice:
+    async def _heartbeat(self, generation: int) -> GenerationStatus:
         notice, effects = self.state.heartbeat(self._caller(), generation, self._now())
         self._do(effects)
         return notice
 
-    async def _ready(self, after: int, why: str, outcome: str, found: tuple[Findings, ...]) -> Roster:
+    async def _ready(self, after: int, why: str, outcome: str, found: tuple[Findings, ...]) -> GenerationRoster:
         who = self._caller()
         return await self._answered(  # type: ignore[no-any-return]
             lambda question, now: self.state.ready(who, after, question, now, why, outcome, found)
@@ -151,16 +172,16 @@ class Coordinator:
     async def _begin(self, generation: int, step: int) -> None:
         self._do(self.state.begin(self._caller(), generation, step, self._now()))
 
-    async def _report(self, generation: int, step: int, digest: str) -> Checkpoint:
+    async def _report(self, generation: int, step: int, digest: str) -> CommittedCheckpoint:
         who = self._caller()
         return await self._answered(  # type: ignore[no-any-return]
             lambda question, now: self.state.report(who, generation, step, digest, question)
         )
 
-    async def _committed(self) -> tuple[Checkpoint, ...]:
+    async def _committed(self) -> tuple[CommittedCheckpoint, ...]:
         committed = self.state.rounds.committed
         answer = () if committed is None else (committed,)
-        return await self._answered(lambda question, now: [Answer(question, answer)])  # type: ignore[no-any-return]
+        return await self._answered(lambda question, now: [ResolveCall(question, answer)])  # type: ignore[no-any-return]
 
     def _caller(self) -> Register:
         who = self._who.get(serving_endpoint())
@@ -168,7 +189,7 @@ class Coordinator:
             raise CallRefused("register first")
         return who
 
-    async def _answered(self, event: Callable[[int, float], list[Effect]]) -> Any:
+    async def _answered(self, event: Callable[[int, float], list[CoordinatorEffect]]) -> Any:
         self._last_question = question = self._last_question + 1
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._questions[question] = answer
@@ -178,27 +199,29 @@ class Coordinator:
         finally:
             del self._questions[question]
             self._undone = deque(
-                effect for effect in self._undone if not (isinstance(effect, Answer) and effect.question == question)
+                effect
+                for effect in self._undone
+                if not (isinstance(effect, ResolveCall) and effect.question == question)
             )
             if answer.cancelled():
                 self.state.gave_up(question)
 
     # Effects and time.
 
-    def _do(self, effects: list[Effect]) -> None:
+    def _do(self, effects: list[CoordinatorEffect]) -> None:
         """Execute the effects in order, after earlier ones: nothing is sent before the state that precedes it is
         saved."""
         self._undone.extend(effects)
         while self._undone:
-            if isinstance(self._undone[0], Keep) and not self._save():
+            if isinstance(self._undone[0], PersistState) and not self._save():
                 break  # the next tick tries again
             match self._undone.popleft():  # before it is done: one that fails must not hold up the others for ever
-                case Note(text):
+                case LogMessage(text):
                     self._tell_people(text)
-                case Tell(worker, notice):
+                case NotifyWorker(worker, notice):
                     if worker in self._lines:
                         self._start(self._tell(self._lines[worker], notice), f"tell {worker}")
-                case Answer(question, value, error):
+                case ResolveCall(question, value, error):
                     answer = self._questions.get(question)
                     if answer is not None and not answer.done():
                         if error is None:
@@ -225,7 +248,7 @@ class Coordinator:
             with suppress(OSError):  # nobody reads it any more: that is no worker's matter
                 self._note(text)
 
-    async def _tell(self, line: Endpoint, notice: Notice) -> None:
+    async def _tell(self, line: Endpoint, notice: GenerationStatus) -> None:
         try:
             await line.call(messages.NOTICE, notice, deadline_s=self.state.policy.silence_s)
         except HcsimError as error:  # its next heartbeat will tell it

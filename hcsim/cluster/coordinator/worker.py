@@ -10,10 +10,10 @@
                 except (WorkerLost, CollectiveError):
                     continue  # a worker was lost: the rest continues, in the next generation
 
-`Coordinated` is the `Conductor` used in training: it takes its views from the coordinator's generations.
-Members are ordered as without a coordinator: by seniority, newcomers last. While the coordinator is unreachable
-they continue to work and try to reconnect. A worker that needs the coordinator then, for a view or because it
-has just started, waits for a limited time and ends with an error.
+`CoordinatedMembership` is the `MembershipSource` used in training: it takes its views from the coordinator's
+generations. Members are ordered as without a coordinator: by seniority, newcomers last. While the coordinator is
+unreachable they continue to work and try to reconnect. A worker that needs the coordinator then, for a view or because
+it has just started, waits for a limited time and ends with an error.
 """
 
 from __future__ import annotations
@@ -24,19 +24,25 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from hcsim.cluster.conductor import Checker, Introduction
 from hcsim.cluster.coordinator import messages
-from hcsim.cluster.coordinator.messages import Checkpoint, Notice, Policy, Register, Roster
+from hcsim.cluster.coordinator.messages import (
+    CommittedCheckpoint,
+    CoordinatorPolicy,
+    GenerationRoster,
+    GenerationStatus,
+    Register,
+)
 from hcsim.cluster.coordinator.state import NEXT
-from hcsim.cluster.diagnosis import Accusation, Diagnosis, Failure, Findings
-from hcsim.cluster.probe import Ways
-from hcsim.cluster.view import Member, Terms, View
+from hcsim.cluster.diagnosis import Accusation, Diagnosis, Findings, ViewFailure
+from hcsim.cluster.membership_source import MemberCheck, NodeInfo
+from hcsim.cluster.probe import Routes
+from hcsim.cluster.view import JobTerms, Member, View
 from hcsim.errors import CallRefused, ChannelBroken, ChannelError, DeadlineExceeded, HcsimError, UsageError, WorkerLost
 from hcsim.runtime.clock import disappoint, within
 from hcsim.runtime.host import Host
-from hcsim.transport.callers import one_line
-from hcsim.transport.reception import CHECK_S
-from hcsim.transport.rpc import Endpoint, Procedure, Registry
+from hcsim.transport.admission_queue import one_line
+from hcsim.transport.group_listener import CHECK_S
+from hcsim.transport.rpc import Endpoint, Procedure, ProcedureRegistry
 
 T = TypeVar("T")
 
@@ -45,7 +51,7 @@ REGISTER_TIMEOUT_S = 5.0
 RETRY_S = 0.2
 
 
-class Worker:
+class CoordinatorClient:
     """A registered worker. Create one with `join`."""
 
     def __init__(
@@ -58,7 +64,7 @@ class Worker:
         self._coordinator = coordinator
         self._who = who
         self._patience_s = patience_s
-        self._policy: Policy | None = None
+        self._policy: CoordinatorPolicy | None = None
         self._line: Endpoint | None = None
         self._found: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Done while registered; has an exception once registration is no longer possible."""
@@ -77,7 +83,7 @@ class Worker:
     @classmethod
     async def join(
         cls, host: Host, coordinator: str, name: str, address: str, *, patience_s: float = PATIENCE_S
-    ) -> Worker:
+    ) -> CoordinatorClient:
         """Register as `name`, with collectives at `address`. Retry for at most `patience_s`, now and after a lost
         connection."""
         life = host.rng("coordinated worker", name, repr(host.clock.now())).getrandbits(61)
@@ -91,7 +97,7 @@ class Worker:
         who: Register,
         patience_s: float = PATIENCE_S,
         tell: Callable[[str], None] = lambda what: None,
-    ) -> Worker:
+    ) -> CoordinatorClient:
         """Register with a complete registration request. `tell` is called when the coordinator is lost, and when it
         is found again."""
         worker = cls(host, coordinator, who, patience_s, tell)
@@ -103,7 +109,7 @@ class Worker:
             raise
         return worker
 
-    async def __aenter__(self) -> Worker:
+    async def __aenter__(self) -> CoordinatorClient:
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -116,7 +122,7 @@ class Worker:
         return self._who.worker
 
     @property
-    def policy(self) -> Policy:
+    def policy(self) -> CoordinatorPolicy:
         assert self._policy is not None  # `join` returns a worker that is registered
         return self._policy
 
@@ -137,13 +143,13 @@ class Worker:
                 self._over[generation].set_result("a later one was formed")
         return self._over[generation]
 
-    async def ready(self, *, deadline_s: float | None = None) -> Roster:
+    async def ready(self, *, deadline_s: float | None = None) -> GenerationRoster:
         """Return the next generation that contains this worker, once all its members are ready."""
         return await self.after(NEXT, deadline_s=deadline_s)
 
     async def after(
         self, why: str, outcome: str = "", found: tuple[Findings, ...] = (), *, deadline_s: float | None = None
-    ) -> Roster:
+    ) -> GenerationRoster:
         """Like `ready`, with a reason. `why` says why the present generation ended; it is empty if all its members
         leave it together. If the work is finished, `outcome` is the result: the roster is empty if others have
         finished with the same outcome. If the work failed, `found` contains this worker's findings."""
@@ -158,7 +164,7 @@ class Worker:
         self._generation, self._superseded, self._barriers = roster.generation, False, 0
         return roster
 
-    async def during(self, roster: Roster, work: Coroutine[Any, Any, T]) -> T:
+    async def during(self, roster: GenerationRoster, work: Coroutine[Any, Any, T]) -> T:
         """Run the coroutine. Once the generation ends, cancel it and raise an error that names the lost worker."""
         over = self.over(roster.generation)
         task: asyncio.Task[T] = self.host.spawn(work, name=f"work in generation {roster.generation}")
@@ -178,19 +184,19 @@ class Worker:
         self._barriers += 1
         await self._ask(messages.BARRIER, self._generation, f"{name}#{self._barriers}")
 
-    async def checkpoint(self, step: int, digest: str) -> Checkpoint:
+    async def checkpoint(self, step: int, digest: str) -> CommittedCheckpoint:
         """Report that this worker's shard is written. Return once all shards are; otherwise nothing is committed,
         and the call can be repeated."""
         await self._ask(messages.BEGIN, self._generation, step)
         return await self._ask(messages.REPORT, self._generation, step, digest)
 
-    async def committed(self) -> Checkpoint | None:
+    async def committed(self) -> CommittedCheckpoint | None:
         found = await self._ask(messages.COMMITTED)
         return found[0] if found else None
 
     async def leave(self, outcome: str = "", *, orderly: bool = False) -> None:
         """Leave for good; return when no other worker depends on this one, or the coordinator is unreachable. See
-        `State.leave`."""
+        `CoordinatorState.leave`."""
         if self._line is not None:
             limit_s = self.policy.leave_s + self.policy.silence_s
             try:
@@ -293,12 +299,12 @@ class Worker:
             await self._line.close()
             self._line = None
 
-    def _served(self) -> Registry:
-        registry = Registry()
+    def _served(self) -> ProcedureRegistry:
+        registry = ProcedureRegistry()
         registry.serve(messages.NOTICE, self._notice)
         return registry
 
-    async def _notice(self, notice: Notice) -> None:
+    async def _notice(self, notice: GenerationStatus) -> None:
         if notice.generation == self._generation and self._generation:
             self._superseded = self._superseded or notice.superseded
             if notice.over:
@@ -321,16 +327,16 @@ def _being_cancelled() -> bool:
     return task is not None and task.cancelling() > 0
 
 
-class Coordinated:
-    """The `Conductor` of a machine in a cluster with a coordinator."""
+class CoordinatedMembership:
+    """The `MembershipSource` of a machine in a cluster with a coordinator."""
 
     def __init__(
         self,
         host: Host,
-        me: Introduction,
+        me: NodeInfo,
         coordinator: str,
         tell: Callable[[str], None] = lambda what: None,
-        terms: Terms | None = None,
+        terms: JobTerms | None = None,
         patience_s: float = PATIENCE_S,
     ) -> None:
         self._host = host
@@ -341,14 +347,14 @@ class Coordinated:
         self._identified = bool(me.namespace)
         own: Mapping[str, str] = terms or {}
         self._register = Register(me.node, me.boot, me.address, me.name, me.home, terms=dict(own))
-        self._worker: Worker | None = None
+        self._worker: CoordinatorClient | None = None
         self._view: View | None = None
         self._broken = ""
         """Why the present view has failed for this node."""
         self._diagnosis = Diagnosis(me.node)
         self._to_check = False
         """Whether the other members have to be checked before the next view is requested."""
-        self._checker: Checker | None = None
+        self._checker: MemberCheck | None = None
         self._outcome = ""
 
     async def start(self) -> None:
@@ -368,7 +374,7 @@ class Coordinated:
         return self._identified
 
     @property
-    def ways(self) -> Ways | None:
+    def ways(self) -> Routes | None:
         return None
 
     async def view(self, after: int, outcome: str = "") -> View | None:
@@ -410,14 +416,14 @@ class Coordinated:
     def surveyed(self, epoch: int) -> None:
         self._diagnosis.surveyed(epoch)
 
-    def broken(self, epoch: int, failure: Failure) -> None:
+    def broken(self, epoch: int, failure: ViewFailure) -> None:
         """Record the failure; it is reported with the request for the next view."""
         if self._view is not None and epoch == self._view.epoch:
             self._broken = f"could not go on: {failure.reason}"
             now = self._host.clock.elapsed()
             self._to_check = self._diagnosis.failed(self._view.lineage, epoch, failure, now) or self._to_check
 
-    def check_with(self, check: Checker | None) -> None:
+    def check_with(self, check: MemberCheck | None) -> None:
         self._checker = check
 
     async def _check(self) -> None:
@@ -440,9 +446,9 @@ class Coordinated:
         if self._worker is not None:
             await self._worker.leave(self._outcome, orderly=True)
 
-    async def _joined(self) -> Worker:
+    async def _joined(self) -> CoordinatorClient:
         if self._worker is None:
-            self._worker = await Worker.registered(
+            self._worker = await CoordinatorClient.registered(
                 self._host, self._coordinator, self._register, self._patience_s, self._tell
             )
             self._worker.endures = True
@@ -450,7 +456,7 @@ class Coordinated:
             self._tell(f"registered with the coordinator at {self._coordinator}; work begins with {needed}")
         return self._worker
 
-    def _adopted(self, roster: Roster) -> View:
+    def _adopted(self, roster: GenerationRoster) -> View:
         before = -1 if self._view is None else self._view.epoch
         peers = sorted(roster.peers, key=lambda peer: (peer.since, peer.rank))
         members = tuple(

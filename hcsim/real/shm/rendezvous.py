@@ -49,7 +49,7 @@ _SOL_LOCAL, _LOCAL_PEERCRED, _LOCAL_PEERPID = 0, 1, 2
 """Constants of macOS's <sys/un.h>, which Python does not define."""
 
 
-class Met(NamedTuple):
+class ShmPeer(NamedTuple):
     """A stream, and the identity of the peer as far as it is proved (see `Channel`)."""
 
     stream: SharedStream
@@ -96,7 +96,7 @@ def peer_process(sock: socket.socket) -> str:
     return name
 
 
-async def accept(sock: socket.socket, peer: str, tls: Tls | None) -> Met:
+async def accept(sock: socket.socket, peer: str, tls: Tls | None) -> ShmPeer:
     """The stream through the memory that a caller has brought."""
     await readable(sock)
     greeting, memories, _, _ = socket.recv_fds(sock, _GREETING_BYTES, 1, _CLOSED_ON_EXEC)
@@ -117,7 +117,7 @@ async def accept(sock: socket.socket, peer: str, tls: Tls | None) -> Met:
             os.close(memory)
 
 
-async def dial(sockaddr: Any, patience_s: float, tls: Tls | None) -> Met | None:
+async def dial(sockaddr: Any, patience_s: float, tls: Tls | None) -> ShmPeer | None:
     """To who listens there, if it is a process of ours that listens here too and takes what we bring in that time.
 
     Raises `SSLError` where one of the two does not trust the other: it would not by TCP either."""
@@ -148,7 +148,7 @@ def _everywhere(host: str) -> tuple[str, ...]:
 
 async def _bring(
     sock: socket.socket, listener: tuple[str, int], address: str, patience_s: float, tls: Tls | None
-) -> Met:
+) -> ShmPeer:
     sock.setblocking(False)
     own(sock)
     sock.connect(_place(listener, tls=tls is not None))
@@ -165,7 +165,7 @@ async def _bring(
         os.close(memory)
 
 
-async def _meet(sock: socket.socket, tls: Tls | None, memory: int, address: str, *, caller: bool) -> Met | None:
+async def _meet(sock: socket.socket, tls: Tls | None, memory: int, address: str, *, caller: bool) -> ShmPeer | None:
     """Run the TLS handshake, if any, and agree that the memory is shared.
 
     Return None if the peer does not agree, or is not the process that it claims to be."""
@@ -186,7 +186,7 @@ async def _meet(sock: socket.socket, tls: Tls | None, memory: int, address: str,
             talk.close()
             return None
         bell = talk if tls is None else _undressed(talk)
-        return Met(SharedStream(bell, rings, address), identity, binding)
+        return ShmPeer(SharedStream(bell, rings, address), identity, binding)
     except BaseException:
         talk.close()
         raise

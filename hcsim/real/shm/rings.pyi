@@ -16,4 +16,4 @@ class Rings:
 class Belt:
     done: int  # legs
     took: int  # whether anything that came was taken when it was run last
-    def run(self, begun: bytes, /) -> int: ...  # see `How`
+    def run(self, begun: bytes, /) -> int: ...  # see `ForwardState`

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from enum import IntEnum
 
-from hcsim.real.sockets import Direction, own
+from hcsim.real.sockets import SocketReadiness, own
 from hcsim.real.stream import Forwarder
 from hcsim.runtime.channel import Fold, Leg, Outlet
 from hcsim.runtime.frame import HEADER_BYTES, Header, encode_header
@@ -43,7 +43,7 @@ def attached(memory: int, bell: socket.socket, *, first: bool) -> rings.Rings:
     return rings.Rings(memory, bell.fileno(), first)
 
 
-class How(IntEnum):
+class ForwardState(IntEnum):
     """The state of a belt after a run; the numbers are those of belt.h."""
 
     WAITS = 0
@@ -68,10 +68,10 @@ class _Load:
         self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def run(self, begun: bytes) -> tuple[int, bool]:
-        """Return the belt's state (`How`), and whether it has consumed any input."""
+        """Return the belt's state (`ForwardState`), and whether it has consumed any input."""
         belt = self._belt
         if not self._to.is_idle():
-            return How.STUCK, False
+            return ForwardState.STUCK, False
         before, how = belt.done, belt.run(begun)
         if belt.done > before:
             self._moved(belt.done)
@@ -117,11 +117,11 @@ class RingForwarder:
         took, others = False, True
         for load in [load for load in self._loads if not load.over.done()]:
             how, taken = load.run(b"" if took else begun)
-            others = others and how == How.OTHERS
+            others = others and how == ForwardState.OTHERS
             took = took or taken
-            if how >= How.STUCK:
+            if how >= ForwardState.STUCK:
                 load.over.set_result(None)
-            elif how == How.TURN_OVER:
+            elif how == ForwardState.TURN_OVER:
                 self._loop.call_soon(self.go_on)
         if took and others:  # what comes now may be for a belt that has been asked before
             self._loop.call_soon(self.go_on)
@@ -142,8 +142,8 @@ class SharedStream:
         self._rings = ours
         self._loop = asyncio.get_running_loop()
         self.ends = address, address
-        self.incoming = Direction(bell.fileno(), _watch, _unwatch)
-        self.outgoing = Direction(bell.fileno(), _watch, _unwatch)
+        self.incoming = SocketReadiness(bell.fileno(), _watch, _unwatch)
+        self.outgoing = SocketReadiness(bell.fileno(), _watch, _unwatch)
         self.forwarder: Forwarder | None = RingForwarder(ours, rings.MOST_BYTES)
         self.read, self.write = self._rings.read, self._rings.write
         self._loop.add_reader(bell, self._rung)

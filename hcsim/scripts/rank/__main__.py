@@ -8,9 +8,9 @@ import sys
 
 import msgspec
 
-from hcsim.scripts.environment import Seat, import_early
+from hcsim.scripts.environment import RankSpec, import_early
 from hcsim.scripts.rank.script import run_script
 
-seat = msgspec.json.decode(sys.argv[1], type=Seat)
+seat = msgspec.json.decode(sys.argv[1], type=RankSpec)
 import_early(seat.script)  # which is no part of its work, as it is none where ranks are forked
 run_script(seat, int(sys.argv[2]), int(sys.argv[3]))

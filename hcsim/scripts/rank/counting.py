@@ -18,8 +18,8 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from hcsim.scripts.conversation import Computed
-from hcsim.scripts.rank.simulator import Simulator
+from hcsim.scripts.ipc import Computed
+from hcsim.scripts.rank.simulator import SimulatorClient
 
 MOST_KERNELS = 64
 MOST_FLOPS = 1e9
@@ -40,10 +40,10 @@ _WITHOUT_DATA = ("FakeTensor",)
 """Tensors without data, which torch uses to infer shapes."""
 
 
-class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class WorkCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Active in the script's main thread, which also runs the backward pass."""
 
-    def __init__(self, simulator: Simulator, flops_per_byte: float) -> None:
+    def __init__(self, simulator: SimulatorClient, flops_per_byte: float) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._simulator = simulator
         self._flops_per_byte = flops_per_byte

@@ -11,9 +11,9 @@ import torch
 from hcsim.calls import ARRAYS, GroupCall
 from hcsim.collectives.buffers import Array
 from hcsim.errors import DeadlineExceeded
-from hcsim.scripts.conversation import Awaited, Closed, Finished, Opened, Slept, Slot, Started, raised
-from hcsim.scripts.rank.simulator import Simulator
-from hcsim.torch_backend.engine import Place
+from hcsim.scripts.ipc import Awaited, CallFinished, Closed, Opened, SharedArray, Slept, Started, raised
+from hcsim.scripts.rank.simulator import SimulatorClient
+from hcsim.torch_backend.engine import GroupSpec
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -22,14 +22,14 @@ _LOOK_S = 10e-6
 """The cost of polling a call: it lets virtual time pass for a script that polls in a loop."""
 
 
-class RemotePending:
+class RemoteCall:
     """A call in flight on the simulated network."""
 
-    def __init__(self, engine: RemoteEngine, number: int, arrays: Sequence[tuple[str, Array, Slot]]) -> None:
+    def __init__(self, engine: RemoteEngine, number: int, arrays: Sequence[tuple[str, Array, SharedArray]]) -> None:
         self._engine = engine
         self._number = number
         self._arrays = arrays
-        self._finished: Finished | None = None
+        self._finished: CallFinished | None = None
 
     def done(self) -> bool:
         if self._finished is None:
@@ -50,14 +50,14 @@ class RemotePending:
             self._engine.simulator.ask(Awaited(self._number, timeout_s))
 
     def on_done(self, act: Callable[[], None]) -> None:
-        """See `Pending.on_done`. Within a backward pass the callback runs at the end of the pass, otherwise now."""
+        """See `PendingCall.on_done`. Within a backward pass the callback runs at the end of the pass, otherwise now."""
         if self._finished is None and torch._C._current_graph_task_id() != -1:
             self._engine.after_backward(self, act)
         else:
             self.settled_within(None)
             act()
 
-    def settle(self, finished: Finished) -> None:
+    def settle(self, finished: CallFinished) -> None:
         """End the call: copy its output to the caller's arrays and free its slots."""
         self._finished = finished
         for what, array, slot in self._arrays:
@@ -67,16 +67,16 @@ class RemotePending:
         self._arrays = ()
 
 
-class RemoteLine:
+class RemoteGroup:
     """This rank's side of a group."""
 
-    def __init__(self, engine: RemoteEngine, number: int, place: Place) -> None:
+    def __init__(self, engine: RemoteEngine, number: int, place: GroupSpec) -> None:
         self.rank = place.rank
         self.size = place.size
         self.number = number
         self._engine = engine
 
-    def start(self, call: GroupCall, arrays: Sequence[Array]) -> RemotePending:
+    def start(self, call: GroupCall, arrays: Sequence[Array]) -> RemoteCall:
         return self._engine.start(self.number, call, arrays)
 
     def close(self) -> None:
@@ -89,22 +89,22 @@ class RemoteLine:
 class RemoteEngine:
     """Opens groups in the simulator."""
 
-    def __init__(self, simulator: Simulator) -> None:
+    def __init__(self, simulator: SimulatorClient) -> None:
         self.simulator = simulator
-        self._after_backward: dict[int, list[tuple[RemotePending, Callable[[], None]]]] = {}
+        self._after_backward: dict[int, list[tuple[RemoteCall, Callable[[], None]]]] = {}
 
-    def open(self, place: Place, store: Store) -> RemoteLine:
+    def open(self, place: GroupSpec, store: Store) -> RemoteGroup:
         """See `Engine.open`. No rendezvous is needed: the simulator knows all addresses."""
-        assert place.parent is None or isinstance(place.parent, RemoteLine)
+        assert place.parent is None or isinstance(place.parent, RemoteGroup)
         parent = None if place.parent is None else place.parent.number
         answer = self.simulator.ask(
             Opened(place.name, place.rank, place.size, place.timeout_s, parent, tuple(place.ranks))
         )
         if answer.failure is not None:
             raise raised(answer.failure)
-        return RemoteLine(self, answer.number, place)
+        return RemoteGroup(self, answer.number, place)
 
-    def start(self, line: int, call: GroupCall, arrays: Sequence[Array]) -> RemotePending:
+    def start(self, line: int, call: GroupCall, arrays: Sequence[Array]) -> RemoteCall:
         """Copy the call's inputs into the shared memory, and start it."""
         simulator = self.simulator
         with simulator.lock:
@@ -117,12 +117,12 @@ class RemoteEngine:
                 if what != "o":
                     np.copyto(simulator.arena.mapped.at(slot), array)
                 taken.append((what, array, slot))
-            pending = RemotePending(self, number, taken)
+            pending = RemoteCall(self, number, taken)
             simulator.pending.add(number, pending)
             simulator.tell(Started(number, line, call, tuple(slot for *_, slot in taken)))
             return pending
 
-    def after_backward(self, pending: RemotePending, act: Callable[[], None]) -> None:
+    def after_backward(self, pending: RemoteCall, act: Callable[[], None]) -> None:
         """Run the callback when both the current backward pass and the call have ended.
 
         The code that waits for the call is C++ and cannot ask the simulator. It waits at the end of the pass at

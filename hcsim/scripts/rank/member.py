@@ -11,24 +11,24 @@ import threading
 from contextlib import suppress
 from pathlib import Path
 
-from hcsim.scripts.conversation import ANSWERS, FAILURES, Answer, Conversation, Failed, HungUp, Stored
+from hcsim.scripts.ipc import ANSWERS, FAILURES, IpcClosed, IpcConnection, RankFailed, SimulatorReply, Stored
 from hcsim.scripts.rank.rendezvous import RemoteStore, install_store
 from hcsim.torch_backend.local import local_engine
 
 
-class Member:
+class MemberProcess:
     """The parent process, which has joined the cluster and serves or reaches the store. This process ends with
     it."""
 
-    def __init__(self, conversation: Conversation[Answer]) -> None:
+    def __init__(self, conversation: IpcConnection[SimulatorReply]) -> None:
         self._conversation = conversation
         self._turn = threading.Lock()
-        self._answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue[SimulatorReply] = queue.SimpleQueue()
         threading.Thread(target=self._listen, name="hcsim member", daemon=True).start()
 
-    def ask(self, message: Stored) -> Answer:
+    def ask(self, message: Stored) -> SimulatorReply:
         with self._turn:
-            with suppress(HungUp):  # the listener hears of that
+            with suppress(IpcClosed):  # the listener hears of that
                 self._conversation.say(message)
             return self._answers.get()
 
@@ -36,20 +36,20 @@ class Member:
         try:
             while True:
                 self._answers.put(self._conversation.hear())
-        except HungUp:
+        except IpcClosed:
             os._exit(1)
 
 
-def _hear_of_failure(news: Conversation[Failed]) -> None:
+def _hear_of_failure(news: IpcConnection[RankFailed]) -> None:
     """Fail the groups of this process when another rank's script has failed. Runs on a thread of its own."""
-    with suppress(HungUp):
+    with suppress(IpcClosed):
         failed = news.hear()
         local_engine().peer_failed(failed.rank, int(os.environ["WORLD_SIZE"]), failed.reason)
 
 
 def _main(descriptor: str, news: str, script: str, *arguments: str) -> None:
-    store = RemoteStore(Member(Conversation(socket.socket(fileno=int(descriptor)), ANSWERS)))
-    told = Conversation(socket.socket(fileno=int(news)), FAILURES)
+    store = RemoteStore(MemberProcess(IpcConnection(socket.socket(fileno=int(descriptor)), ANSWERS)))
+    told = IpcConnection(socket.socket(fileno=int(news)), FAILURES)
     threading.Thread(target=_hear_of_failure, args=(told,), name="hcsim news", daemon=True).start()
     install_store(store)
     sys.argv = [script, *arguments]

@@ -19,16 +19,16 @@ from torch.distributed.constants import default_pg_timeout
 from torch.distributed.rendezvous import _rendezvous_handlers
 
 from hcsim.errors import CallRefused, DeadlineExceeded, UsageError
-from hcsim.scripts.conversation import Answer, Stored, raised
+from hcsim.scripts.ipc import SimulatorReply, Stored, raised
 from hcsim.torch_backend.options import NAME
 
 _LEFT_ALONE = (NAME, "fake")
 
 
-class Attendant(Protocol):
+class StoreTransport(Protocol):
     """Carries out the store operations of a rank."""
 
-    def ask(self, message: Stored, /) -> Answer: ...
+    def ask(self, message: Stored, /) -> SimulatorReply: ...
 
 
 class RemoteStore(Store):
@@ -37,7 +37,7 @@ class RemoteStore(Store):
 
     torch calls some methods by their C++ names."""
 
-    def __init__(self, attendant: Attendant, prefix: str = "") -> None:
+    def __init__(self, attendant: StoreTransport, prefix: str = "") -> None:
         super().__init__()
         self._attendant = attendant
         self._prefix = prefix

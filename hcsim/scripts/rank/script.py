@@ -19,26 +19,28 @@ import numpy as np
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from hcsim.scripts.arena import Arena
-from hcsim.scripts.conversation import ANSWERS, Conversation, Left, Stepped
-from hcsim.scripts.environment import Seat, environment
-from hcsim.scripts.rank.counting import Counter
+from hcsim.scripts.environment import RankSpec, environment
+from hcsim.scripts.ipc import ANSWERS, IpcConnection, Left, Stepped
+from hcsim.scripts.rank.counting import WorkCounter
 from hcsim.scripts.rank.engine import RemoteEngine
 from hcsim.scripts.rank.rendezvous import RemoteStore, install_store
-from hcsim.scripts.rank.simulator import Simulator
-from hcsim.scripts.rank.stdlib import Clock, install_output
+from hcsim.scripts.rank.simulator import SimulatorClient
+from hcsim.scripts.rank.stdlib import ScriptClock, install_output
+from hcsim.scripts.shared_memory import SharedMemoryAllocator
 from hcsim.torch_backend.engine import use_engine
 
 _OURS = (str(Path(__file__).parent), str(Path(runpy.__file__)), "<frozen runpy>")
 
 
-def run_script(seat: Seat, conversation: int, arena: int) -> NoReturn:
+def run_script(seat: RankSpec, conversation: int, arena: int) -> NoReturn:
     """Run the script to its end, report how it ended, and exit the process."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    simulator = Simulator(Conversation(socket.socket(fileno=conversation), ANSWERS), Arena(arena))
-    counter = simulator.work = Counter(simulator, seat.flops_per_byte)
+    simulator = SimulatorClient(
+        IpcConnection(socket.socket(fileno=conversation), ANSWERS), SharedMemoryAllocator(arena)
+    )
+    counter = simulator.work = WorkCounter(simulator, seat.flops_per_byte)
     install_output(simulator)
-    clock = Clock(simulator, counter)
+    clock = ScriptClock(simulator, counter)
     os.register_at_fork(after_in_child=lambda: _no_rank(simulator, clock))
     store = RemoteStore(simulator)  # held here: torch's own reference is to its C++ half
     install_store(store)
@@ -67,7 +69,7 @@ def _seed(seed: int) -> None:
     random.seed(seed)
 
 
-def _run(script: str, counter: Counter) -> tuple[int, str]:
+def _run(script: str, counter: WorkCounter) -> tuple[int, str]:
     """Return the exit status, and the error that ended the script."""
     try:
         with counter:
@@ -99,7 +101,7 @@ def _show(error: BaseException) -> None:
     traceback.print_exception(type(error), error, frames, file=sys.stderr)
 
 
-def _no_rank(simulator: Simulator, clock: Clock) -> None:
+def _no_rank(simulator: SimulatorClient, clock: ScriptClock) -> None:
     """Leave the simulation in a process that the script forks (a data loader, say): it computes at no cost and
     sees the real time."""
     simulator.leave()

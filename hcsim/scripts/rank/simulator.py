@@ -7,15 +7,15 @@ import threading
 from typing import Protocol
 
 from hcsim.errors import UsageError
-from hcsim.scripts.arena import Arena
-from hcsim.scripts.conversation import Answer, Computed, Conversation, Finished, HungUp, Message
+from hcsim.scripts.ipc import CallFinished, Computed, IpcClosed, IpcConnection, RankMessage, SimulatorReply
+from hcsim.scripts.shared_memory import SharedMemoryAllocator
 from hcsim.transport.messages import Requests
 
 _ABANDONED = 1
 """The exit status of a rank whose simulator is gone."""
 
 
-class Work(Protocol):
+class CountedWork(Protocol):
     """Work that has been counted and not yet reported."""
 
     def take(self) -> Computed | None:
@@ -25,28 +25,28 @@ class Work(Protocol):
         """Note that the simulator has answered and waits for the next message."""
 
 
-class Settled(Protocol):
+class AwaitedCall(Protocol):
     """A call that waits for its end."""
 
-    def settle(self, finished: Finished) -> None: ...
+    def settle(self, finished: CallFinished) -> None: ...
 
 
-class Simulator:
+class SimulatorClient:
     """The channel for all messages of the rank. Counted work is reported before each message."""
 
-    def __init__(self, conversation: Conversation[Answer], arena: Arena) -> None:
+    def __init__(self, conversation: IpcConnection[SimulatorReply], arena: SharedMemoryAllocator) -> None:
         self.arena = arena
         self.lock = threading.RLock()
         self.now_s = self.elapsed_s = 0.0
         """The virtual times of the last answer."""
         self.stale = False
         """Whether a message was sent after the last answer, so that virtual time may have passed."""
-        self.work: Work | None = None
-        self.pending: Requests[Settled] = Requests()
+        self.work: CountedWork | None = None
+        self.pending: Requests[AwaitedCall] = Requests()
         self._conversation = conversation
         self._left = False
 
-    def tell(self, message: Message) -> None:
+    def tell(self, message: RankMessage) -> None:
         """Send a message that needs no answer."""
         if self._left:
             return
@@ -54,7 +54,7 @@ class Simulator:
             self.tell_work()
             self._say(message)
 
-    def ask(self, message: Message) -> Answer:
+    def ask(self, message: RankMessage) -> SimulatorReply:
         """Send a request and wait for the answer, which also reports calls that have ended in the meantime."""
         if self._left:
             raise UsageError("a process that the script has started is no rank: it has no part in its rank's groups")
@@ -63,7 +63,7 @@ class Simulator:
             self._say(message)
             try:
                 answer = self._conversation.hear()
-            except HungUp:
+            except IpcClosed:
                 os._exit(_ABANDONED)
             self.now_s, self.elapsed_s, self.stale = answer.now_s, answer.elapsed_s, False
             if self.work is not None:
@@ -87,9 +87,9 @@ class Simulator:
         self.work = None
         self._conversation.close()
 
-    def _say(self, message: Message) -> None:
+    def _say(self, message: RankMessage) -> None:
         self.stale = True
         try:
             self._conversation.say(message)
-        except HungUp:
+        except IpcClosed:
             os._exit(_ABANDONED)

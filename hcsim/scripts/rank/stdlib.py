@@ -15,9 +15,9 @@ import timeit
 from types import ModuleType
 from typing import Any
 
-from hcsim.scripts.conversation import Printed, Slept
-from hcsim.scripts.rank.counting import Counter
-from hcsim.scripts.rank.simulator import Simulator
+from hcsim.scripts.ipc import Printed, Slept
+from hcsim.scripts.rank.counting import WorkCounter
+from hcsim.scripts.rank.simulator import SimulatorClient
 
 BEGIN_S = 1_767_225_600.0
 """The start of the simulation for `time.time`: 2026-01-01, 0:00 UTC. It is fixed for reproducibility."""
@@ -39,13 +39,13 @@ _REAL_TIME: Any = ModuleType("time")
 _REAL_TIME.__dict__.update(vars(time))
 
 
-class Clock:
+class ScriptClock:
     """Reads the simulator's time. Only the main thread can ask the simulator; other threads see the last
     answer's time.
 
     A script may hold these functions under other names, also in processes that are not ranks."""
 
-    def __init__(self, simulator: Simulator, counter: Counter) -> None:
+    def __init__(self, simulator: SimulatorClient, counter: WorkCounter) -> None:
         self._simulator = simulator
         self._counter = counter
         self._installed = False
@@ -97,7 +97,7 @@ class Clock:
 class _Told(io.RawIOBase):
     """Forwards bytes to the simulator or, in a process that is not a rank, to the original stream."""
 
-    def __init__(self, simulator: Simulator, stream: int) -> None:
+    def __init__(self, simulator: SimulatorClient, stream: int) -> None:
         self._simulator = simulator
         self._stream = stream
         self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
@@ -116,7 +116,7 @@ class _Told(io.RawIOBase):
         return os.write(self._stream, data)
 
 
-def install_output(simulator: Simulator) -> None:
+def install_output(simulator: SimulatorClient) -> None:
     """Redirect `sys.stdout` and `sys.stderr` to the simulator."""
     for stream, name in ((1, "stdout"), (2, "stderr")):
         raw = io.BufferedWriter(_Told(simulator, stream))

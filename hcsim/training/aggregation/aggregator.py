@@ -12,13 +12,13 @@ from typing import Protocol, cast
 import numpy as np
 
 from hcsim.collectives.group import Group
-from hcsim.compressors.base import Array, Compressor, Kind, Linear
+from hcsim.compressors.base import Array, Compressor, LinearCompressor, PayloadKind
 from hcsim.compressors.cast import Dense
 from hcsim.errors import NotFinite
 from hcsim.runtime.channel import Phantom
 from hcsim.training.aggregation.exchange import Bench, LinearExchange, QuantisedExchange, SparseExchange
 from hcsim.training.layout import Bucket, Tensor
-from hcsim.training.learner import Ledger
+from hcsim.training.learner import TimeAccounting
 from hcsim.training.task import Flat
 
 
@@ -44,7 +44,7 @@ class Exchange(Protocol):
 class OneLevel:
     """All ranks exchange with all, by any collective."""
 
-    def __init__(self, group: Group, ledger: Ledger, compressor: Compressor, algorithm: str = "auto") -> None:
+    def __init__(self, group: Group, ledger: TimeAccounting, compressor: Compressor, algorithm: str = "auto") -> None:
         self._group = group
         self._joined = isinstance(compressor, Dense)
         self._exchange = _exchange(group, Bench(group.host, ledger, compressor), compressor, algorithm)
@@ -95,8 +95,8 @@ class Hierarchical:
 
 
 def _exchange(group: Group, bench: Bench, compressor: Compressor, algorithm: str) -> Exchange:
-    if compressor.kind is Kind.LINEAR:
-        return LinearExchange(group, bench, cast(Linear, compressor), algorithm)
-    if compressor.kind is Kind.SPARSE:
+    if compressor.kind is PayloadKind.LINEAR:
+        return LinearExchange(group, bench, cast(LinearCompressor, compressor), algorithm)
+    if compressor.kind is PayloadKind.SPARSE:
         return SparseExchange(group, bench, compressor)
     return QuantisedExchange(group, bench, compressor)

@@ -31,14 +31,14 @@ import numpy as np
 from hcsim.collectives.buffers import array_of
 from hcsim.collectives.group import Group
 from hcsim.collectives.plan import offsets, split
-from hcsim.compressors.base import Array, Bytes, Compressor, Ident, Linear, Rounds, Shape
+from hcsim.compressors.base import Array, ByteArray, Compressor, Ident, LinearCompressor, ReductionRounds, TensorShape
 from hcsim.compressors.encoding import HEADER_BYTES, has_values, without_values
-from hcsim.compressors.feedback import Feedback
+from hcsim.compressors.feedback import ErrorFeedback
 from hcsim.errors import CompressionError, NotFinite
 from hcsim.runtime.channel import Phantom
 from hcsim.runtime.host import Host, Work
 from hcsim.training.layout import FLOAT_BYTES, Tensor
-from hcsim.training.learner import Ledger
+from hcsim.training.learner import TimeAccounting
 
 T = TypeVar("T")
 
@@ -48,7 +48,7 @@ _FLOAT_BYTES = 4
 class Bench:
     """Runs a compressor's work on a host's device and books the time."""
 
-    def __init__(self, host: Host, ledger: Ledger, compressor: Compressor) -> None:
+    def __init__(self, host: Host, ledger: TimeAccounting, compressor: Compressor) -> None:
         self._host = host
         self._ledger = ledger
         self._compressor = compressor
@@ -56,7 +56,7 @@ class Bench:
     def of(self, compressor: Compressor) -> Bench:
         return Bench(self._host, self._ledger, compressor)
 
-    async def encode(self, shapes: Iterable[Shape], function: Callable[[], T], share: float = 1.0) -> T:
+    async def encode(self, shapes: Iterable[TensorShape], function: Callable[[], T], share: float = 1.0) -> T:
         """Call a function that encodes tensors of these shapes; `share` is the part of the work done now."""
         tensors = list(shapes)
         metrics, compressor = self._host.metrics, self._compressor.spec
@@ -73,7 +73,7 @@ class Bench:
             metrics.gauge("hcsim_compression_ratio", compressor=compressor).set(before / after)
         return result
 
-    async def decode(self, shapes: Iterable[Shape], function: Callable[[], T], times: float = 1.0) -> T:
+    async def decode(self, shapes: Iterable[TensorShape], function: Callable[[], T], times: float = 1.0) -> T:
         """Call a function that decodes tensors of these shapes, `times` times each."""
         began_s = self._host.clock.elapsed()
         result = await self._run(map(self._compressor.decode_work, shapes), function, times)
@@ -105,7 +105,7 @@ def nothing() -> None:
 class LinearExchange:
     """Sums the arrays that the rounds of each tensor request."""
 
-    def __init__(self, group: Group, bench: Bench, compressor: Linear, algorithm: str) -> None:
+    def __init__(self, group: Group, bench: Bench, compressor: LinearCompressor, algorithm: str) -> None:
         self._group = group
         self._bench = bench
         self._compressor = compressor
@@ -146,7 +146,7 @@ class LinearExchange:
 class _Lockstep:
     """The rounds of several tensors, advanced together; some tensors may have fewer rounds than others."""
 
-    def __init__(self, rounds: Sequence[Rounds], sizes: Sequence[tuple[int, ...]]) -> None:
+    def __init__(self, rounds: Sequence[ReductionRounds], sizes: Sequence[tuple[int, ...]]) -> None:
         self.refused: NotFinite | None = None
         """The error, if a tensor is not finite and the sums are meaningless."""
         self._sizes = sizes
@@ -183,7 +183,7 @@ class _Lockstep:
         return np.concatenate([*factors.values(), np.empty(0, np.float32)])
 
 
-def _without_values(sizes: Sequence[int]) -> Rounds:
+def _without_values(sizes: Sequence[int]) -> ReductionRounds:
     """Return the remaining rounds of a tensor that is not finite."""
     for size_bytes in sizes:
         yield np.full(size_bytes // FLOAT_BYTES, np.nan, np.float32)
@@ -200,7 +200,7 @@ class SparseExchange:
     async def total(self, flat: Array, tensors: Sequence[Tensor], step: int, bucket: int) -> None:
         shapes = [tensor.shape for tensor in tensors]
 
-        def encoded() -> Bytes:
+        def encoded() -> ByteArray:
             return np.concatenate([self._encoded(tensor, flat, step) for tensor in tensors])
 
         payload = await self._bench.encode(shapes, encoded)
@@ -218,7 +218,7 @@ class SparseExchange:
 
         await self._bench.decode(shapes, summed, self._group.size)
 
-    def _encoded(self, tensor: Tensor, flat: Array, step: int) -> Bytes:
+    def _encoded(self, tensor: Tensor, flat: Array, step: int) -> ByteArray:
         try:
             return self._compressor.encode(tensor.view(flat), Ident(tensor.name, step))
         except NotFinite:
@@ -233,7 +233,7 @@ class SparseExchange:
 
 _LENGTH_BYTES = 8
 
-Decode: TypeAlias = Callable[[Bytes, Array, Ident], None]
+Decode: TypeAlias = Callable[[ByteArray, Array, Ident], None]
 """Puts, adds or subtracts the content of a payload."""
 
 
@@ -242,8 +242,8 @@ class QuantisedExchange:
 
     def __init__(self, group: Group, bench: Bench, compressor: Compressor) -> None:
         self._group = group
-        self._feedback = compressor if isinstance(compressor, Feedback) else None
-        self._coder = compressor.inner if isinstance(compressor, Feedback) else compressor
+        self._feedback = compressor if isinstance(compressor, ErrorFeedback) else None
+        self._coder = compressor.inner if isinstance(compressor, ErrorFeedback) else compressor
         self._first = bench
         """Encodes gradients and computes their residual."""
         self._bench = bench.of(self._coder)
@@ -295,7 +295,7 @@ class QuantisedExchange:
 
     def _encode_parts(
         self, flat: Array, tensors: Sequence[Tensor], parts: list[list[Tensor]], step: int
-    ) -> tuple[list[Bytes], Array | None]:
+    ) -> tuple[list[ByteArray], Array | None]:
         """Return one payload per rank, and their residual if it is to be kept."""
         if self._feedback is None:
             try:
@@ -314,7 +314,7 @@ class QuantisedExchange:
             self._decode(payload, lost, part, step, self._coder.subtract)
         return payloads, lost
 
-    def _sum(self, payloads: list[Bytes], flat: Array, ours: list[Tensor], step: int) -> bool:
+    def _sum(self, payloads: list[ByteArray], flat: Array, ours: list[Tensor], step: int) -> bool:
         """Sum this rank's part; return whether it is finite on all ranks."""
         if ours and not all(has_values(payload) for payload in payloads):
             return False
@@ -324,18 +324,18 @@ class QuantisedExchange:
             self._decode(payload, flat, ours, step, self._coder.add)
         return True
 
-    def _encode_sum(self, flat: Array, ours: list[Tensor], step: int, *, complete: bool) -> Bytes:
+    def _encode_sum(self, flat: Array, ours: list[Tensor], step: int, *, complete: bool) -> ByteArray:
         try:
             return self._encode(flat, ours, step, " of all") if complete else self._without_values(ours)
         except NotFinite:
             return self._without_values(ours)
 
-    def _without_values(self, pieces: Sequence[Tensor]) -> Bytes:
+    def _without_values(self, pieces: Sequence[Tensor]) -> ByteArray:
         sizes = [self._coder.size_bytes(p.shape) if self._coder.sized else HEADER_BYTES for p in pieces]
         return np.concatenate([*map(without_values, sizes), np.empty(0, np.uint8)])
 
     def _deliver(
-        self, sums: list[Bytes], flat: Array, parts: list[list[Tensor]], lost: Array | None, step: int
+        self, sums: list[ByteArray], flat: Array, parts: list[list[Tensor]], lost: Array | None, step: int
     ) -> None:
         """Decode the sums, this rank's own included: all ranks must hold the same values. The owner keeps the
         residual of its encoded sum."""
@@ -352,17 +352,17 @@ class QuantisedExchange:
             for piece in ours:
                 lost[piece.span] -= flat[piece.span]
 
-    def _encode(self, flat: Array, pieces: Sequence[Tensor], step: int, of: str = "") -> Bytes:
+    def _encode(self, flat: Array, pieces: Sequence[Tensor], step: int, of: str = "") -> ByteArray:
         # The sum has a name of its own: a coder that rounds at random must not draw the same numbers for it again.
         encoded = [self._coder.encode(piece.view(flat), Ident(piece.name + of, step)) for piece in pieces]
         return np.concatenate([*encoded, np.empty(0, np.uint8)])
 
-    def _decode(self, payload: Bytes, flat: Array, pieces: Sequence[Tensor], step: int, decode: Decode) -> None:
+    def _decode(self, payload: ByteArray, flat: Array, pieces: Sequence[Tensor], step: int, decode: Decode) -> None:
         sizes = [self._coder.size_bytes(p.shape) if self._coder.sized else payload.size for p in pieces]
         for piece, (lo, hi) in zip(pieces, pairwise(offsets(sizes)), strict=True):
             decode(payload[lo:hi], piece.view(flat), Ident(piece.name, step))
 
-    async def _received(self, payloads: list[Bytes], ours: list[Tensor], bucket: int) -> list[int]:
+    async def _received(self, payloads: list[ByteArray], ours: list[Tensor], bucket: int) -> list[int]:
         """Return the number of bytes that each rank sends: as many as this rank sends itself, or the announced
         lengths."""
         rank, size = self._group.rank, self._group.size
@@ -371,7 +371,7 @@ class QuantisedExchange:
         lengths = await self._group.all_gather(np.array([p.size for p in payloads]), bucket=bucket)
         return self._believed([int(theirs[rank]) for theirs in map(array_of, lengths)], [ours] * size)
 
-    async def _counts(self, payload: Bytes, parts: list[list[Tensor]], bucket: int) -> list[int]:
+    async def _counts(self, payload: ByteArray, parts: list[list[Tensor]], bucket: int) -> list[int]:
         if self._coder.sized:
             return [sum(self._coder.size_bytes(piece.shape) for piece in part) for part in parts]
         lengths = await self._group.all_gather(np.array([payload.size]), bucket=bucket)

@@ -30,7 +30,7 @@ import safetensors.numpy
 from hcsim.errors import UNDECODABLE, ConfigError, HcsimError, UsageError
 from hcsim.runtime.channel import Phantom
 from hcsim.runtime.host import Host, Store, Work
-from hcsim.training.elastic.transfer import Parcel
+from hcsim.training.elastic.transfer import StateArrays
 
 MOST_KEPT = 16
 """The number of records searched when a checkpoint is loaded, even if fewer are kept now."""
@@ -39,7 +39,7 @@ _FORMAT = "hcsim checkpoint 2"
 _EARLIER = "hcsim checkpoint 1"
 
 
-class Vault(Protocol):
+class CheckpointStorage(Protocol):
     """A place for one checkpoint."""
 
     def save(self, data: bytes) -> None:
@@ -52,7 +52,7 @@ class Vault(Protocol):
         """Return the place as shown to the user."""
 
 
-class InStore:
+class HostStorage:
     """A vault in a host's store."""
 
     def __init__(self, store: Store, name: str = "checkpoint") -> None:
@@ -69,12 +69,12 @@ class InStore:
         return self._store.load(self._name)
 
 
-def in_store(store: Store, name: str = "checkpoint") -> tuple[InStore, ...]:
+def in_store(store: Store, name: str = "checkpoint") -> tuple[HostStorage, ...]:
     """Return vaults for as many checkpoints as may be kept."""
-    return tuple(InStore(store, f"{name}.{number}" if number else name) for number in range(MOST_KEPT))
+    return tuple(HostStorage(store, f"{name}.{number}" if number else name) for number in range(MOST_KEPT))
 
 
-class Origin(msgspec.Struct, frozen=True):
+class CheckpointOrigin(msgspec.Struct, frozen=True):
     """The task that a checkpoint belongs to."""
 
     task: str = ""
@@ -82,24 +82,24 @@ class Origin(msgspec.Struct, frozen=True):
     """The fingerprint of the task's data and shapes."""
 
 
-class Checkpoints:
+class CheckpointWriter:
     """When and where to save."""
 
     def __init__(
         self,
         every: int,
-        vaults: Sequence[Vault],
+        vaults: Sequence[CheckpointStorage],
         tell: Callable[[str], None] = lambda what: None,
         *,
         keep: int = 1,
-        origin: Origin | None = None,
+        origin: CheckpointOrigin | None = None,
     ) -> None:
         """Save every `every` steps, and keep the last few. `tell` is called with messages for the user."""
         self._every = every
         self._vaults = tuple(vaults)
         self._tell = tell
         self._keep = min(keep, len(self._vaults))
-        self._origin = origin or Origin()
+        self._origin = origin or CheckpointOrigin()
         self._numbers = [0] * len(self._vaults)
         """The number of the checkpoint in each vault; 0 if there is none or it is damaged."""
         self._failed = False
@@ -108,12 +108,12 @@ class Checkpoints:
         """Return the next step to save after."""
         return step - step % self._every + self._every
 
-    def load(self) -> Parcel | None:
+    def load(self) -> StateArrays | None:
         """Return the newest saved state, if there is one; reject other data, and states of another task.
 
         If the newest is damaged, the one before it is used, and the user is told."""
         damaged: list[str] = []
-        newest: tuple[Vault, Loaded] | None = None
+        newest: tuple[CheckpointStorage, LoadedCheckpoint] | None = None
         for place, vault in enumerate(self._vaults):
             if (data := vault.load()) is None:
                 continue
@@ -136,7 +136,7 @@ class Checkpoints:
             self._tell(f"{text}; going on from {vault}")
         return loaded.parcel
 
-    async def save(self, host: Host, state: Parcel, step: int) -> None:
+    async def save(self, host: Host, state: StateArrays, step: int) -> None:
         """Save the state after that step, in the host's time. If it cannot be written, training goes on."""
         error = await self._save(host, state)
         if error and not self._failed:
@@ -146,7 +146,7 @@ class Checkpoints:
             self._tell(f"checkpoints are saved again, as of step {step}")
         self._failed = bool(error)
 
-    async def save_last(self, host: Host, state: Parcel, step: int) -> None:
+    async def save_last(self, host: Host, state: StateArrays, step: int) -> None:
         """Save the state of a member that leaves after that step. A full disk does not keep it from leaving."""
         error = await self._save(host, state)
         if error:
@@ -155,7 +155,7 @@ class Checkpoints:
             newest = self._vaults[self._numbers.index(max(self._numbers))]
             self._tell(f"saved after step {step}: {newest}")
 
-    async def _save(self, host: Host, state: Parcel) -> str:
+    async def _save(self, host: Host, state: StateArrays) -> str:
         """Return why the state could not be saved; empty if it was saved."""
         number = max(self._numbers) + 1
         oldest = min(range(self._keep), key=self._numbers.__getitem__)
@@ -173,11 +173,11 @@ class Checkpoints:
         return await host.device.run(work, write)
 
 
-class Loaded(NamedTuple):
+class LoadedCheckpoint(NamedTuple):
     """The content of a checkpoint file."""
 
-    parcel: Parcel
-    origin: Origin
+    parcel: StateArrays
+    origin: CheckpointOrigin
     number: int
 
 
@@ -200,14 +200,14 @@ class _Header(msgspec.Struct, frozen=True):
     metadata: _Metadata = msgspec.field(name="__metadata__")
 
 
-def encode(parcel: Parcel, origin: Origin | None = None, number: int = 1) -> bytes:
-    arrays, of = _arrays(parcel), origin or Origin()
+def encode(parcel: StateArrays, origin: CheckpointOrigin | None = None, number: int = 1) -> bytes:
+    arrays, of = _arrays(parcel), origin or CheckpointOrigin()
     plain = _Metadata(_FORMAT, parcel.about.hex(), "", of.task, of.fingerprint, str(number))
     metadata = msgspec.structs.replace(plain, sha256=_digest(plain, arrays))
     return safetensors.numpy.save(arrays, msgspec.structs.asdict(metadata))
 
 
-def decode(data: bytes) -> Loaded:
+def decode(data: bytes) -> LoadedCheckpoint:
     """Decode a saved state; reject other data."""
     try:
         header = msgspec.json.decode(data[8 : 8 + int.from_bytes(data[:8], "little")], type=_Header)
@@ -215,7 +215,7 @@ def decode(data: bytes) -> Loaded:
         if says.format == _EARLIER:
             raise ConfigError(f"an earlier version of hcsim saved this checkpoint ({_EARLIER}): {ANOTHER_FOLDER}")
         arrays: dict[str, npt.NDArray[np.generic]] = safetensors.numpy.load(data)
-        parcel = Parcel(bytes.fromhex(says.about), arrays)
+        parcel = StateArrays(bytes.fromhex(says.about), arrays)
         number = int(says.number)
     except (
         safetensors.SafetensorError, msgspec.DecodeError, KeyError, ValueError, TypeError, OverflowError, RecursionError
@@ -223,7 +223,7 @@ def decode(data: bytes) -> Loaded:
         raise ConfigError(f"this checkpoint is damaged ({error}): put another in its place, or remove it") from None
     if says.format != _FORMAT or says.sha256 != _digest(says, arrays) or not 0 < number < 1 << 63:
         raise ConfigError("this checkpoint is not what was saved (its SHA-256 differs): remove it")
-    return Loaded(parcel, Origin(says.task, says.fingerprint), number)
+    return LoadedCheckpoint(parcel, CheckpointOrigin(says.task, says.fingerprint), number)
 
 
 @contextmanager
@@ -235,13 +235,13 @@ def fitting() -> Iterator[None]:
         raise ConfigError(f"the checkpoint was saved with other settings ({error}): {ANOTHER_FOLDER}") from None
 
 
-def _unlike(found: Origin, ours: Origin) -> str:
+def _unlike(found: CheckpointOrigin, ours: CheckpointOrigin) -> str:
     if found.task == ours.task:
         return f"this is a checkpoint of the task {ours.task} with other data or another model: {ANOTHER_FOLDER}"
     return f"this is a checkpoint of the task {found.task}, and the task here is {ours.task}: {ANOTHER_FOLDER}"
 
 
-def _arrays(parcel: Parcel) -> dict[str, npt.NDArray[np.generic]]:
+def _arrays(parcel: StateArrays) -> dict[str, npt.NDArray[np.generic]]:
     if any(isinstance(array, Phantom) for array in parcel.arrays.values()):
         raise ConfigError("a task of shapes alone has nothing to save: train it without checkpoints")
     return {name: np.ascontiguousarray(array) for name, array in parcel.arrays.items()}

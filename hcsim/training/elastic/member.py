@@ -14,8 +14,8 @@ from collections.abc import Callable
 
 import msgspec
 
-from hcsim.cluster.conductor import Conductor
-from hcsim.cluster.diagnosis import Accusation, Failure, VotesSeen
+from hcsim.cluster.diagnosis import Accusation, ViewFailure, VotesSeen
+from hcsim.cluster.membership_source import MembershipSource
 from hcsim.cluster.view import View
 from hcsim.collectives.failure_domain import TOLD
 from hcsim.collectives.group import Group
@@ -23,9 +23,9 @@ from hcsim.collectives.select import Options
 from hcsim.config.training import Training
 from hcsim.errors import CollectiveError, CollectiveTimeout, RemoteProtocolError
 from hcsim.runtime.host import Host
-from hcsim.training.elastic.checkpoint import Checkpoints
+from hcsim.training.elastic.checkpoint import CheckpointWriter
 from hcsim.training.elastic.recovery import NotAnswering, Recovery, SlowSteps
-from hcsim.training.elastic.transfer import Contradiction, Parcel
+from hcsim.training.elastic.transfer import Contradiction, StateArrays
 from hcsim.training.run import Observer
 from hcsim.training.task import Task
 from hcsim.training.trainer import Trainer
@@ -34,7 +34,7 @@ _LAST_STEPS = 4
 """The number of last steps whose compute time a member reports when a view fails."""
 
 
-class Extras(msgspec.Struct, frozen=True):
+class TrainingExtras(msgspec.Struct, frozen=True):
     """Optional inputs of a training, beside its settings."""
 
     observer: Observer | None = None
@@ -42,7 +42,7 @@ class Extras(msgspec.Struct, frozen=True):
     """A user-defined task."""
     leaving: asyncio.Event | None = None
     """Once it is set, this member leaves after the current step."""
-    checkpoints: Checkpoints | None = None
+    checkpoints: CheckpointWriter | None = None
     began: Callable[[View, int], None] = lambda view, step: None
     """Called with each view whose members have synchronised, and the number of steps taken by then."""
     by_links: bool = False
@@ -53,7 +53,14 @@ class ElasticMember(Trainer, ABC):
     """A member of a cluster that trains from view to view."""
 
     def __init__(
-        self, host: Host, conductor: Conductor, settings: Training, seed: int, extras: Extras, *, ranks: int = 1
+        self,
+        host: Host,
+        conductor: MembershipSource,
+        settings: Training,
+        seed: int,
+        extras: TrainingExtras,
+        *,
+        ranks: int = 1,
     ) -> None:
         super().__init__(host, settings, seed, extras.what, ranks)
         self.conductor = conductor
@@ -77,7 +84,7 @@ class ElasticMember(Trainer, ABC):
         return None
 
     @abstractmethod
-    def reload(self, checkpoint: Parcel) -> None:
+    def reload(self, checkpoint: StateArrays) -> None:
         """Begin with a saved state, unless a member holds a newer one."""
 
     @abstractmethod
@@ -96,7 +103,7 @@ class ElasticMember(Trainer, ABC):
     async def save(self) -> None:
         """Save the state, if checkpoints are kept, because this member leaves before the end."""
 
-    def failure(self, view: View, group: Group) -> Failure:
+    def failure(self, view: View, group: Group) -> ViewFailure:
         """Return what this member knows of a view whose group failed."""
         error, waited_for, progress_s = group.error, group.waited_for, self.observer.progress_s
         peer = error.peer if isinstance(error, CollectiveError) and error.peer != group.rank else None
@@ -112,7 +119,7 @@ class ElasticMember(Trainer, ABC):
         slow, now = isinstance(error, SlowSteps), self.host.clock.elapsed()
         stalled_s = 0.0 if progress_s is None else now - progress_s
         before, self._failed_at = self._failed_at, self.run.step if self.has_begun else 0
-        return Failure(
+        return ViewFailure(
             reason,
             violator,
             isinstance(error, CollectiveTimeout),

@@ -42,7 +42,7 @@ _ORIGINS = 0x7FFFFFFF
 _CRC_BITS = 32
 
 
-class Era(msgspec.Struct, frozen=True, order=True):
+class TrainedView(msgspec.Struct, frozen=True, order=True):
     """A view in which a model was trained."""
 
     generation: int = 0
@@ -53,32 +53,32 @@ class Era(msgspec.Struct, frozen=True, order=True):
     origin: int = 0
     """The first era that it goes back to."""
 
-    def next(self, view: View) -> Era:
+    def next(self, view: View) -> TrainedView:
         """Return the era of a view whose members go on from here."""
         lineage = lineage_digest(view)
         members = zlib.crc32(repr([(member.node, member.boot) for member in view.members]).encode())
         generation = self.generation + (self.epoch >= 0 and lineage != self.lineage)
         first = zlib.crc32(f"{view.lineage} {view.epoch}".encode()) & _ORIGINS
-        return Era(generation, view.epoch, members, lineage, self.origin if self.epoch >= 0 else first)
+        return TrainedView(generation, view.epoch, members, lineage, self.origin if self.epoch >= 0 else first)
 
 
-class Began(msgspec.Struct, frozen=True):
+class ViewBeginning(msgspec.Struct, frozen=True):
     """An era, and the step with which it began."""
 
-    era: Era
+    era: TrainedView
     step: int
 
 
-class Past(msgspec.Struct, frozen=True):
+class ViewHistory(msgspec.Struct, frozen=True):
     """The eras that led to a model."""
 
-    eras: tuple[Began, ...] = ()
+    eras: tuple[ViewBeginning, ...] = ()
 
-    def after(self, era: Era, step: int) -> Past:
+    def after(self, era: TrainedView, step: int) -> ViewHistory:
         """Return the past extended by an era that begins with this step."""
-        return Past((*self.eras, Began(era, step))[-ERAS_KEPT:])
+        return ViewHistory((*self.eras, ViewBeginning(era, step))[-ERAS_KEPT:])
 
-    def counted(self, era: Era, now: int) -> int | None:
+    def counted(self, era: TrainedView, now: int) -> int | None:
         """Return the number of steps taken when that era ended, or `now` if it has not ended. None: that era does
         not count."""
         ends = [*(began.step for began in self.eras[1:]), now]
@@ -88,8 +88,8 @@ class Past(msgspec.Struct, frozen=True):
 class Provenance(msgspec.Struct, frozen=True):
     """The progress of a model: its state beside the arrays."""
 
-    era: Era
-    past: Past
+    era: TrainedView
+    past: ViewHistory
     step: int
     since: tuple[int, int]
     """A step, and the number of samples dealt out before it: where the next batches begin."""
@@ -104,10 +104,10 @@ class Provenance(msgspec.Struct, frozen=True):
         return Provenance(era, self.past.after(era, step), step, since, sizes, memory=False)
 
 
-NOTHING_YET = Provenance(Era(), Past(), 0, (0, 0), {}, memory=False)
+NOTHING_YET = Provenance(TrainedView(), ViewHistory(), 0, (0, 0), {}, memory=False)
 
 
-class Header(NamedTuple):
+class MemberProgress(NamedTuple):
     """The first message between members. `most_right` selects the rank whose state all go on from."""
 
     generation: int
@@ -124,18 +124,18 @@ class Header(NamedTuple):
     """Whether it has taken steps that it did not load from a checkpoint."""
 
     @classmethod
-    def of(cls, era: Era, step: int, pending: int, intent: bytes, *, live: bool) -> Header:
+    def of(cls, era: TrainedView, step: int, pending: int, intent: bytes, *, live: bool) -> MemberProgress:
         return cls(
             era.generation, era.epoch, era.view, era.lineage, step, pending, intent_digest(intent), era.origin, live
         )
 
     @property
-    def era(self) -> Era:
+    def era(self) -> TrainedView:
         """The era that the member last synchronised in."""
-        return Era(self.generation, self.epoch, self.view, self.lineage, self.origin)
+        return TrainedView(self.generation, self.epoch, self.view, self.lineage, self.origin)
 
     @property
-    def standing(self) -> tuple[Era, int]:
+    def standing(self) -> tuple[TrainedView, int]:
         """The sort key of the progress: the era and the step."""
         return self.era, self.step
 
@@ -145,7 +145,7 @@ class Header(NamedTuple):
         return [self.generation, self.epoch, view, lineage, self.step, self.pending, self.intent]
 
     @classmethod
-    def read(cls, array: npt.NDArray[np.int64]) -> Header:
+    def read(cls, array: npt.NDArray[np.int64]) -> MemberProgress:
         generation, epoch, view, lineage, step, pending, intent = (int(number) for number in array)
         low = (1 << _CRC_BITS) - 1
         origin, live = lineage >> _CRC_BITS, bool(view >> _CRC_BITS)
@@ -160,7 +160,7 @@ def lineage_digest(view: View) -> int:
     return zlib.crc32(view.lineage.encode())
 
 
-def most_right(headers: Sequence[Header], lineage: int) -> int:
+def most_right(headers: Sequence[MemberProgress], lineage: int) -> int:
     """Return the rank whose state all go on from in a view of that lineage; of several with the same state, the
     first."""
     held = [(rank, header) for rank, header in enumerate(headers) if header.epoch >= 0]
@@ -170,7 +170,7 @@ def most_right(headers: Sequence[Header], lineage: int) -> int:
         live = [rank for rank, header in alike if header.live]
         return (True, -live[0]) if live else (False, max(header.step for _, header in alike))
 
-    def key(rank: int) -> tuple[tuple[bool, int], bool, tuple[Era, int], int]:
+    def key(rank: int) -> tuple[tuple[bool, int], bool, tuple[TrainedView, int], int]:
         header = headers[rank]
         value = worth(header.origin) if header.epoch >= 0 else (False, -1)
         return value, header.lineage == lineage, header.standing, -rank

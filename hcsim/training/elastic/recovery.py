@@ -8,7 +8,7 @@ as usual for the time limit of an exchange has failed, and its members look for 
 `watch_steps` checks the other members when a step takes much longer than usual. A collective gives up only
 after the group's timeout, which has to be longer than any correct step: a minute by default. Heartbeats do not
 notice a failure that affects only the data. So a member that has waited for several times the usual time of a
-step checks the port of every other member (`hcsim.transport.reception`), while the step goes on. If all answer,
+step checks the port of every other member (`hcsim.transport.group_listener`), while the step goes on. If all answer,
 the step is only slow, and the check is repeated after twice the time. If one does not answer, the view ends,
 and the findings decide which member the next view excludes (`hcsim.cluster.diagnosis`).
 
@@ -23,13 +23,13 @@ import statistics
 from collections import deque
 from collections.abc import Mapping, Sequence
 
-from hcsim.cluster.conductor import Conductor
+from hcsim.cluster.membership_source import MembershipSource
 from hcsim.cluster.view import View
 from hcsim.collectives.group import Group
 from hcsim.errors import CollectiveError, CollectiveTimeout
 from hcsim.runtime.host import Host
 from hcsim.training.run import Observer, Point, Run
-from hcsim.transport.reception import CHECK_S, check_peer
+from hcsim.transport.group_listener import CHECK_S, check_peer
 
 SLOW = 4.0
 """A step is slow if it takes this many times the usual time."""
@@ -133,7 +133,7 @@ class NotAnswering(CollectiveError):
         self.wrong = dict(wrong or {})
 
 
-async def watch_steps(group: Group, view: View, conductor: Conductor, steps: Recovery) -> None:
+async def watch_steps(group: Group, view: View, conductor: MembershipSource, steps: Recovery) -> None:
     """Fail the group once a step does not end and a member does not answer; never return before."""
     host, clock = group.host, group.host.clock
     others = [rank for rank in range(group.size) if rank != group.rank]
@@ -166,6 +166,6 @@ async def watch_steps(group: Group, view: View, conductor: Conductor, steps: Rec
         looks += 1
 
 
-def _addresses(view: View, conductor: Conductor, ranks: Sequence[int]) -> list[str]:
+def _addresses(view: View, conductor: MembershipSource, ranks: Sequence[int]) -> list[str]:
     members, ways = [view.members[rank] for rank in ranks], conductor.ways
     return [member.address if ways is None else ways.address(member) for member in members]

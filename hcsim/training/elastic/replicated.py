@@ -22,8 +22,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from hcsim.cluster.conductor import LAST_CALL_PAUSE_S, LAST_CALL_S, Conductor
 from hcsim.cluster.diagnosis import VotesSeen
+from hcsim.cluster.membership_source import LAST_CALL_PAUSE_S, LAST_CALL_S, MembershipSource
 from hcsim.cluster.view import View
 from hcsim.collectives.group import Group
 from hcsim.collectives.select import Options
@@ -35,8 +35,8 @@ from hcsim.runtime.channel import Phantom
 from hcsim.runtime.host import Host
 from hcsim.training.data import Batches
 from hcsim.training.elastic.checkpoint import fitting
-from hcsim.training.elastic.member import ElasticMember, Extras
-from hcsim.training.elastic.progress import NOTHING_YET, Header, Provenance, lineage_digest, most_right
+from hcsim.training.elastic.member import ElasticMember, TrainingExtras
+from hcsim.training.elastic.progress import NOTHING_YET, MemberProgress, Provenance, lineage_digest, most_right
 from hcsim.training.elastic.recovery import watch_steps
 from hcsim.training.elastic.synchronise import (
     Holding,
@@ -46,10 +46,10 @@ from hcsim.training.elastic.synchronise import (
     routes_between,
     same_intent,
 )
-from hcsim.training.elastic.transfer import Parcel, digests, gather_direct, gather_echoed, relay
+from hcsim.training.elastic.transfer import StateArrays, digests, gather_direct, gather_echoed, relay
 from hcsim.training.layout import Bucket
 from hcsim.training.learner import fingerprint, fingerprint_of_all
-from hcsim.training.recoverable import Held, Tally
+from hcsim.training.recoverable import Held, LocalProgress
 from hcsim.training.run import Commit, Update
 from hcsim.training.strategies import recoverable
 from hcsim.training.task import Flat
@@ -65,7 +65,9 @@ MEMORY = "compressor/"
 class ReplicatedMember(ElasticMember):
     """A member that holds a replica and votes."""
 
-    def __init__(self, host: Host, conductor: Conductor, settings: Training, seed: int, extras: Extras) -> None:
+    def __init__(
+        self, host: Host, conductor: MembershipSource, settings: Training, seed: int, extras: TrainingExtras
+    ) -> None:
         first = len(settings.batch) if isinstance(settings.batch, tuple) else 1
         super().__init__(host, conductor, settings, seed, extras, ranks=first)
         self.method = recoverable(self.settings, self.learner)
@@ -74,12 +76,12 @@ class ReplicatedMember(ElasticMember):
         self.refused: Counter[int] = Counter()
         """How often each step was dropped."""
         self._by_links = extras.by_links
-        self._checkpoint: Parcel | None = None
+        self._checkpoint: StateArrays | None = None
         self._reloaded = False
         """Whether the state is from a checkpoint; it then lacks later steps that may count."""
         self._due = 0
         """The step after which to save."""
-        self._votes: Votes | None = None
+        self._votes: CommitVote | None = None
 
     @cached_property
     def _intent(self) -> bytes:
@@ -95,7 +97,7 @@ class ReplicatedMember(ElasticMember):
     def votes_seen(self) -> VotesSeen | None:
         return self._votes.seen if self._votes is not None else None
 
-    def reload(self, checkpoint: Parcel) -> None:
+    def reload(self, checkpoint: StateArrays) -> None:
         """Load the checkpoint once the first view has begun."""
         self._checkpoint = checkpoint
 
@@ -117,7 +119,7 @@ class ReplicatedMember(ElasticMember):
         self.began(view, run.step)
         if self.checkpoints is not None:
             self._due = self.checkpoints.after(run.step)
-        votes = run.commit = self._votes = Votes(self, group, view)
+        votes = run.commit = self._votes = CommitVote(self, group, view)
         run.observer = self.observer
         watching = self.host.spawn(
             watch_steps(group, view, self.conductor, self.observer), name=f"watch the steps of view {view.epoch}"
@@ -173,7 +175,7 @@ class ReplicatedMember(ElasticMember):
             if self._checkpoint is not None:
                 self._reload(self._checkpoint)
         ours = np.array(self._header().numbers(), np.int64)
-        headers = [Header.read(each) for each in await gather_echoed(group, ours)]
+        headers = [MemberProgress.read(each) for each in await gather_echoed(group, ours)]
         right = most_right(headers, lineage_digest(view))
         await same_intent(group, self._intent, [header.intent for header in headers], right, view)
         await self._resolve(headers[right])
@@ -201,16 +203,16 @@ class ReplicatedMember(ElasticMember):
         told = await self._told(group)
         check_arrived(told, routes)
         before = self.provenance.era.epoch
-        self._regroup(group, view, [Tally(each.samples, each.gone) for each in told])
+        self._regroup(group, view, [LocalProgress(each.samples, each.gone) for each in told])
         self.host.trace("synchronised", view.epoch, self.run.step, before)
 
-    def _header(self) -> Header:
+    def _header(self) -> MemberProgress:
         run = self.run
         pending = run.pending.step if run.pending is not None else -1
         live = run.step > 0 and not self._reloaded
-        return Header.of(self.provenance.era, run.step, pending, self._intent, live=live)
+        return MemberProgress.of(self.provenance.era, run.step, pending, self._intent, live=live)
 
-    async def _resolve(self, truth: Header) -> None:
+    async def _resolve(self, truth: MemberProgress) -> None:
         """Apply or drop the pending update as the most right header says. An update of another era is resolved
         later."""
         run = self.run
@@ -227,7 +229,7 @@ class ReplicatedMember(ElasticMember):
         ours = Holding(held, memory, method.compresses(group), self.run.step, *method.tally(self.run))
         return [Holding(*map(int, each)) for each in await gather_echoed(group, np.array(ours, np.int64))]
 
-    def _regroup(self, group: Group, view: View, tallies: list[Tally]) -> None:
+    def _regroup(self, group: Group, view: View, tallies: list[LocalProgress]) -> None:
         """Go on with the members of the view, which hold the same state now."""
         run = self.run
         sizes = self.provenance.sizes or self._given_sizes(view)
@@ -274,13 +276,13 @@ class ReplicatedMember(ElasticMember):
 
     # What is held, handed over, taken over and saved.
 
-    def _parcel(self, *, model: bool, memory: bool) -> Parcel:
+    def _parcel(self, *, model: bool, memory: bool) -> StateArrays:
         """Return the state that another member lacks, which includes at least the provenance."""
         about = msgspec.structs.replace(self.provenance, step=self.run.step, since=self._since, memory=memory)
         arrays = {**(self.method.shared() if model else {}), **(self._memory() if memory else {})}
-        return Parcel(msgspec.msgpack.encode(about), arrays)
+        return StateArrays(msgspec.msgpack.encode(about), arrays)
 
-    def _adopt(self, parcel: Parcel) -> None:
+    def _adopt(self, parcel: StateArrays) -> None:
         """Take over a received state. Keep this member's residual if all steps that led to it count."""
         about = parcel.told(Provenance)
         own = self._own_that_counts(about)
@@ -327,18 +329,18 @@ class ReplicatedMember(ElasticMember):
         routes = [(leaver, heirs[0]) for leaver in leavers]
         giving = {}
         if group.rank in leavers:
-            giving = {heirs[0]: Parcel(b"", self._owed())}
+            giving = {heirs[0]: StateArrays(b"", self._owed())}
             state = self.run.compressor.state()  # somebody else owes it now
             self.run.compressor.restore({name: array for name, array in state.items() if not name.startswith(OWN)})
         for parcel in await relay(group, routes, giving):
             self._take_in(parcel.arrays)
 
-    def _saved(self) -> Parcel:
+    def _saved(self) -> StateArrays:
         """Return the state that a restarted member needs to go on from here."""
         saved = self._parcel(model=True, memory=True)
-        return Parcel(saved.about, {**saved.arrays, **self._owed()})
+        return StateArrays(saved.about, {**saved.arrays, **self._owed()})
 
-    def _reload(self, checkpoint: Parcel) -> None:
+    def _reload(self, checkpoint: StateArrays) -> None:
         with fitting():
             self._adopt(checkpoint)
             self._take_in({name: array for name, array in checkpoint.arrays.items() if name.startswith(OWN)})
@@ -354,7 +356,7 @@ class _Vote(NamedTuple):
     """Whether the member wants to leave. After the last step: whether it sees newcomers preparing to join."""
 
 
-class Votes(Commit):
+class CommitVote(Commit):
     """The commit votes of the members of one view, step by step."""
 
     def __init__(self, us: ReplicatedMember, group: Group, view: View) -> None:

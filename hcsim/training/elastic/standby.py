@@ -20,19 +20,19 @@ import numpy as np
 
 from hcsim.cluster.view import View
 from hcsim.collectives.group import Group
-from hcsim.compressors.base import Bytes
+from hcsim.compressors.base import ByteArray
 from hcsim.errors import UNDECODABLE, CompressionError, Diverged
 from hcsim.runtime.address import LAST_PORT
 from hcsim.runtime.channel import Phantom
-from hcsim.training.elastic.progress import Era, Header, lineage_digest, most_right
+from hcsim.training.elastic.progress import MemberProgress, TrainedView, lineage_digest, most_right
 from hcsim.training.elastic.synchronise import same_intent
-from hcsim.training.elastic.transfer import LABEL_MOST_BYTES, Parcel, gather_echoed, refuse, relay
+from hcsim.training.elastic.transfer import LABEL_MOST_BYTES, StateArrays, gather_echoed, refuse, relay
 from hcsim.training.learner import Learner, fingerprint
 from hcsim.training.optimizer import Optimizer
-from hcsim.training.parameter_server.gradients import Gradients, Received, average
+from hcsim.training.parameter_server.gradients import GradientCodec, ReceivedPush, average
 from hcsim.training.parameter_server.messages import Push
-from hcsim.training.parameter_server.server import Record
-from hcsim.training.parameter_server.strategy import Participant, Start
+from hcsim.training.parameter_server.server import WorkerRecord
+from hcsim.training.parameter_server.strategy import Participant, ViewStart
 from hcsim.training.recoverable import Replicated
 from hcsim.training.strategies import one_level
 
@@ -45,19 +45,19 @@ PULLED = -1
 class ServerState(msgspec.Struct):
     """The state of a server beside the model."""
 
-    era: Era = Era()
+    era: TrainedView = TrainedView()
     version: int = 0
-    workers: dict[str, Record] = {}
+    workers: dict[str, WorkerRecord] = {}
     since: tuple[int, int] = (0, 0)
     """The version that this view began with, and the number of samples dealt out before it."""
     step: int = 0
     """The step of that version."""
 
-    def begin(self, start: Start) -> None:
+    def begin(self, start: ViewStart) -> None:
         self.since, self.step = (start.version, start.position), start.step
 
 
-class Keeper:
+class ServerReplica:
     """One member's copy of the server's model and state."""
 
     def __init__(self, learner: Learner, optimizer: Optimizer) -> None:
@@ -77,7 +77,7 @@ class Keeper:
         ours = self._header(intent, pulled)
         mark = fingerprint(self.learner.replica.parameters)
         gathered = await gather_echoed(group, np.array([*ours.numbers(), mark, done], np.int64))
-        headers, marks = [Header.read(each[:-2]) for each in gathered], [int(each[-2]) for each in gathered]
+        headers, marks = [MemberProgress.read(each[:-2]) for each in gathered], [int(each[-2]) for each in gathered]
         right = most_right(headers, lineage_digest(view))
         await same_intent(group, intent, [header.intent for header in headers], right, view)
         if headers[right].generation == PULLED:
@@ -102,11 +102,11 @@ class Keeper:
         current = headers[group.rank].standing == headers[right].standing
         return [view.nodes[rank] for rank, each in enumerate(gathered) if each[-1]], current
 
-    def _header(self, intent: bytes, pulled: int) -> Header:
+    def _header(self, intent: bytes, pulled: int) -> MemberProgress:
         held = self.state
         if held is None:
-            return Header.of(Era(PULLED), pulled, -1, intent, live=False)
-        return Header.of(held.era, held.version, -1, intent, live=held.version > 0 and not self.reloaded)
+            return MemberProgress.of(TrainedView(PULLED), pulled, -1, intent, live=False)
+        return MemberProgress.of(held.era, held.version, -1, intent, live=held.version > 0 and not self.reloaded)
 
     def _inherit(self, us: Participant, pulled: int) -> None:
         """Start from the model that this member's worker pulled, or from the initial one."""
@@ -120,17 +120,17 @@ class Keeper:
             self.learner.stepper = self._optimizer.open(place)
             self.learner.host.trace("parameter server", "went back to", pulled)
 
-    def saved(self, start: Start, workers: dict[str, Record]) -> Parcel:
+    def saved(self, start: ViewStart, workers: dict[str, WorkerRecord]) -> StateArrays:
         """Return the state that a server needs to go on from `start`, which is where it is now."""
         assert self.state is not None
         state = ServerState(self.state.era, start.version, workers)
         state.begin(start)
-        return Parcel(msgspec.msgpack.encode(state), self._model.shared())
+        return StateArrays(msgspec.msgpack.encode(state), self._model.shared())
 
-    def _parcel(self) -> Parcel:
-        return Parcel(msgspec.msgpack.encode(self.state), self._model.shared())
+    def _parcel(self) -> StateArrays:
+        return StateArrays(msgspec.msgpack.encode(self.state), self._model.shared())
 
-    def adopt(self, parcel: Parcel) -> None:
+    def adopt(self, parcel: StateArrays) -> None:
         self.state = parcel.told(ServerState)
         self._model.adopt(parcel.arrays, self.state.step)
 
@@ -146,9 +146,9 @@ def _check_alike(view: View, alike: list[int], right: int, marks: list[int]) -> 
             raise Diverged(f"the server's state is not the same on {names[0]} and {names[1]}: memory failed there")
 
 
-async def agreed_start(group: Group, ours: Start, steps: int) -> Start:
+async def agreed_start(group: Group, ours: ViewStart, steps: int) -> ViewStart:
     """Return where the view begins, as the server says, out of `steps` steps in all."""
-    start = Start(*await _from_server(group, ours))
+    start = ViewStart(*await _from_server(group, ours))
     if min(start) < 0 or start.step > steps:
         refuse(SERVER, f"it begins with version {start.version} and step {start.step} of {steps}")
     return start
@@ -174,13 +174,18 @@ class _Update(msgspec.Struct, frozen=True):
 
     version: int
     lr: float
-    workers: dict[str, Record]
+    workers: dict[str, WorkerRecord]
     pushes: tuple[Push, ...]
     """The pushes that make up the update, if they follow; otherwise the averaged gradients follow."""
 
 
 async def tell(
-    group: Group, learner: Learner, version: int, lr: float, workers: dict[str, Record], received: list[Received]
+    group: Group,
+    learner: Learner,
+    version: int,
+    lr: float,
+    workers: dict[str, WorkerRecord],
+    received: list[ReceivedPush],
 ) -> None:
     """Send the update whose averaged gradients are in place; return when the standby has it and it counts."""
     pushes, data = tuple(each.push for each in received), learner.replica.gradients
@@ -203,7 +208,7 @@ async def tell_end(group: Group) -> None:
     await group.send(np.zeros(1, np.int64), STANDBY)
 
 
-async def follow(group: Group, keeper: Keeper, gradients: Gradients, max_norm: float | None) -> None:
+async def follow(group: Group, keeper: ServerReplica, gradients: GradientCodec, max_norm: float | None) -> None:
     """Apply the server's updates until it ends."""
     learner, length = keeper.learner, np.zeros(1, np.int64)
     assert keeper.state is not None
@@ -227,7 +232,7 @@ async def follow(group: Group, keeper: Keeper, gradients: Gradients, max_norm: f
         keeper.state.version, keeper.state.workers = update.version, update.workers
 
 
-async def _heard(group: Group, length: int, gradients: Gradients) -> _Update:
+async def _heard(group: Group, length: int, gradients: GradientCodec) -> _Update:
     """Receive the server's next message, of that length."""
     if not 0 < length <= LABEL_MOST_BYTES:
         refuse(SERVER, f"its update would have {length} bytes beside the gradients")
@@ -242,7 +247,7 @@ async def _heard(group: Group, length: int, gradients: Gradients) -> _Update:
     return update
 
 
-def _room(update: _Update, learner: Learner) -> Bytes | Phantom | None:
+def _room(update: _Update, learner: Learner) -> ByteArray | Phantom | None:
     """Allocate memory for the pushes, if they follow."""
     if not update.pushes:
         return None
@@ -250,11 +255,13 @@ def _room(update: _Update, learner: Learner) -> Bytes | Phantom | None:
     return Phantom(size_bytes) if isinstance(learner.replica.gradients, Phantom) else np.empty(size_bytes, np.uint8)
 
 
-async def _unpacked(update: _Update, packed: Bytes | Phantom, learner: Learner, gradients: Gradients) -> list[Received]:
+async def _unpacked(
+    update: _Update, packed: ByteArray | Phantom, learner: Learner, gradients: GradientCodec
+) -> list[ReceivedPush]:
     received, at = [], 0
     for push in update.pushes:
         end = at + push.size_bytes
         data = Phantom(push.size_bytes) if isinstance(packed, Phantom) else packed[at:end]
-        received.append(Received(push, data, await gradients.decoded(push, data, learner)))
+        received.append(ReceivedPush(push, data, await gradients.decoded(push, data, learner)))
         at = end
     return received

@@ -33,15 +33,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hcsim.cluster.probe import Ways
+from hcsim.cluster.probe import Routes
 from hcsim.cluster.view import View
 from hcsim.collectives.buffers import array_of
 from hcsim.collectives.cost import Links
 from hcsim.collectives.group import Group
 from hcsim.collectives.startup import partners
 from hcsim.errors import UNDECODABLE, CollectiveError, ConfigError, Diverged
-from hcsim.training.elastic.progress import Header, intent_digest
-from hcsim.training.elastic.transfer import LABEL_MOST_BYTES, Contradiction, Doubt, Route, refuse
+from hcsim.training.elastic.progress import MemberProgress, intent_digest
+from hcsim.training.elastic.transfer import LABEL_MOST_BYTES, Contradiction, TransferRoute, VoteConflict, refuse
 from hcsim.training.trainer import difference
 
 _SURVEY_MOST_S = 10.0
@@ -50,7 +50,7 @@ _SURVEY_SHARE = 0.25
 """The same limit, as a share of the time that the others would wait for this member."""
 
 
-async def survey(group: Group, view: View, ways: Ways, over: asyncio.Future[str]) -> None:
+async def survey(group: Group, view: View, ways: Routes, over: asyncio.Future[str]) -> None:
     """Measure the routes that this member will dial in this view, and dial the best ones."""
     # In this order, as in a tournament, pairs do not wait for each other.
     dialled = [view.members[rank] for rank in partners(group.rank, group.size) if rank < group.rank]
@@ -72,7 +72,7 @@ async def survey(group: Group, view: View, ways: Ways, over: asyncio.Future[str]
     group.dial([ways.address(member) for member in view.members])
 
 
-async def follow_links(group: Group, view: View, ways: Ways) -> None:
+async def follow_links(group: Group, view: View, ways: Routes) -> None:
     """Let the view's collectives choose by the measured links, if the measurements are complete."""
     n = group.size
     known = np.zeros((n, 3))
@@ -111,7 +111,7 @@ class Holding(NamedTuple):
     gone: int
 
 
-def check_alike(view: View, headers: list[Header], told: list[Holding], right: int) -> None:
+def check_alike(view: View, headers: list[MemberProgress], told: list[Holding], right: int) -> None:
     """Raise if members with the same progress hold different states."""
     truth = told[right]
     for rank, each in enumerate(told):
@@ -125,7 +125,7 @@ def check_alike(view: View, headers: list[Header], told: list[Holding], right: i
             )
 
 
-def routes_between(view: View, giving: list[bool], taking: list[bool]) -> list[Route]:
+def routes_between(view: View, giving: list[bool], taking: list[bool]) -> list[TransferRoute]:
     """Return the routes from givers to takers: the takers are spread over the givers, and a giver of the same home
     is preferred."""
     givers = [rank for rank, gives in enumerate(giving) if gives]
@@ -167,7 +167,7 @@ async def same_intent(group: Group, ours: bytes, digests: list[int], right: int,
     raise CollectiveError(why, peer=rank, phase="synchronising")
 
 
-def check_arrived(told: list[Holding], routes: list[Route]) -> None:
+def check_arrived(told: list[Holding], routes: list[TransferRoute]) -> None:
     """Raise unless all members hold the same state after the transfer along these routes."""
     speaking = {each.memory for each in told if each.compresses}
     if len({(each.print, each.step) for each in told}) == 1 and len(speaking) <= 1:
@@ -179,5 +179,5 @@ def check_arrived(told: list[Holding], routes: list[Route]) -> None:
     if not routes:
         first = next((rank for rank, each in enumerate(held) if each != held[0]), len(told) - 1)
         text = f"rank 0 and rank {first} hold unlike models or compressors, which they did not say before"
-    doubts = tuple(Doubt(taker, giver, text) for giver, taker in unlike)
+    doubts = tuple(VoteConflict(taker, giver, text) for giver, taker in unlike)
     raise Contradiction(text, phase="synchronising", doubts=doubts)

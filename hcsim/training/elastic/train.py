@@ -21,27 +21,29 @@ from functools import partial
 
 import msgspec
 
-from hcsim.cluster.conductor import Conductor, next_view
+from hcsim.cluster.membership_source import MembershipSource, next_view
 from hcsim.cluster.view import View
 from hcsim.collectives.group import Group
 from hcsim.config.training import Training
 from hcsim.errors import CollectiveError, HcsimError, UsageError
 from hcsim.runtime.host import Host
-from hcsim.training.elastic.member import ElasticMember, Extras
+from hcsim.training.elastic.member import ElasticMember, TrainingExtras
+from hcsim.training.elastic.parameter_server import ServedMember
 from hcsim.training.elastic.replicated import ReplicatedMember
-from hcsim.training.elastic.served import ServedMember
 from hcsim.training.elastic.synchronise import survey
 from hcsim.training.learner import digest
 from hcsim.training.run import Report
 from hcsim.training.strategies import ParameterServer, strategy
-from hcsim.transport.hello import Membership, Wire
-from hcsim.transport.reception import Reception, check_all
+from hcsim.transport.group_listener import GroupListener, check_all
+from hcsim.transport.hello import GroupMembership, Wire
 
 _NO_PARAMETERS = "shapes"
 """The outcome of a training of shapes alone."""
 
 
-def prepare(host: Host, conductor: Conductor, settings: Training, seed: int, extras: Extras) -> ElasticMember:
+def prepare(
+    host: Host, conductor: MembershipSource, settings: Training, seed: int, extras: TrainingExtras
+) -> ElasticMember:
     """Load the data and build the model, which may take seconds. All members must give the same settings and seed."""
     saved = extras.checkpoints.load() if extras.checkpoints is not None else None
     kind = ServedMember if isinstance(strategy(settings.strategy), ParameterServer) else ReplicatedMember
@@ -58,7 +60,7 @@ async def follow(member: ElasticMember, wire: Wire) -> Report:
     patience_s = max(wire.connect_timeout_s, member.settings.timeout_s)
     wire = msgspec.structs.replace(wire, connect_timeout_s=patience_s)
     epoch = -1
-    reception = Reception(host, await host.listen(conductor.us.address))
+    reception = GroupListener(host, await host.listen(conductor.us.address))
     conductor.check_with(partial(check_all, host))
     try:
         while (view := await next_view(host, conductor, epoch, member.leaving, _outcome(member))) is not None:
@@ -87,7 +89,7 @@ def _outcome(member: ElasticMember) -> str:
     return (digest(member.run.learner.replica.parameters) or _NO_PARAMETERS) if member.is_complete else ""
 
 
-async def _follow(member: ElasticMember, view: View, wire: Wire, reception: Reception) -> bool:
+async def _follow(member: ElasticMember, view: View, wire: Wire, reception: GroupListener) -> bool:
     """Take part in a view; return whether training is complete."""
     host, conductor = reception.host, member.conductor
     rank = view.rank(conductor.us)
@@ -95,7 +97,7 @@ async def _follow(member: ElasticMember, view: View, wire: Wire, reception: Rece
         raise UsageError(f"the conductor gave {conductor.us.name} a view that it is not in: epoch {view.epoch}")
     addresses = tuple(each.address for each in view.members)
     identities = view.nodes if conductor.identified else ()
-    membership = Membership(rank, addresses, view.lineage, view.epoch, wire, identities)
+    membership = GroupMembership(rank, addresses, view.lineage, view.epoch, wire, identities)
     group = await Group.open(host, membership, member.options(view), reception=reception)
     over = conductor.over(view.epoch)
     watching = host.spawn(_watch(group, over), name=f"watch over view {view.epoch}")

@@ -33,7 +33,7 @@ _MOST = 16
 """In a larger group direct sending takes long: there values are forwarded, and not compared."""
 
 
-class Doubt(NamedTuple):
+class VoteConflict(NamedTuple):
     """Either the accused or the witness is wrong; the witness may be this member."""
 
     witness: int
@@ -45,7 +45,7 @@ class Contradiction(CollectiveError):
     """Members report different values; `doubts` name the members concerned."""
 
     def __init__(
-        self, message: str, *, peer: int | None = None, phase: str = "", doubts: tuple[Doubt, ...] = ()
+        self, message: str, *, peer: int | None = None, phase: str = "", doubts: tuple[VoteConflict, ...] = ()
     ) -> None:
         super().__init__(message, peer=peer, phase=phase)
         self.doubts = doubts
@@ -77,12 +77,12 @@ def digests(said: Sequence[npt.NDArray[np.int64]]) -> tuple[int, ...]:
     return tuple(fingerprint(each) for each in said)
 
 
-def _doubts(us: int, ours: npt.NDArray[np.int64], them: int, theirs: npt.NDArray[np.int64]) -> list[Doubt]:
+def _doubts(us: int, ours: npt.NDArray[np.int64], them: int, theirs: npt.NDArray[np.int64]) -> list[VoteConflict]:
     """Return the contradictions between two ranks' digests of what each rank sent."""
     if theirs[them] != ours[them]:
-        return [Doubt(us, them, f"rank {them} told rank {us} something else than it says it told")]
+        return [VoteConflict(us, them, f"rank {them} told rank {us} something else than it says it told")]
     unlike = [rank for rank in range(len(ours)) if theirs[rank] != ours[rank]]
-    return [Doubt(them, rank, f"rank {rank} did not tell rank {us} and rank {them} the same") for rank in unlike]
+    return [VoteConflict(them, rank, f"rank {rank} did not tell rank {us} and rank {them} the same") for rank in unlike]
 
 
 def _numbers(data: object) -> npt.NDArray[np.int64]:
@@ -93,7 +93,7 @@ PIECE_BYTES = 8 << 20
 LABEL_MOST_BYTES = 16 << 20
 T = TypeVar("T")
 Arrays: TypeAlias = Mapping[str, "npt.NDArray[np.generic] | Phantom"]
-Route: TypeAlias = tuple[int, int]
+TransferRoute: TypeAlias = tuple[int, int]
 """The giving rank and the taking rank."""
 
 
@@ -114,7 +114,7 @@ class _Label(msgspec.Struct, frozen=True):
     items: tuple[_Item, ...]
 
 
-class Parcel(msgspec.Struct, frozen=True):
+class StateArrays(msgspec.Struct, frozen=True):
     """Arrays by name, with metadata."""
 
     about: bytes
@@ -167,7 +167,7 @@ class _Taking:
         hi = min(lo + PIECE_BYTES, self._total)
         return Phantom(hi - lo) if self._phantom else self._joined[lo:hi]
 
-    def parcel(self) -> Parcel:
+    def parcel(self) -> StateArrays:
         arrays: dict[str, npt.NDArray[np.generic] | Phantom] = {}
         at = 0
         for item in self._label.items:
@@ -180,10 +180,10 @@ class _Taking:
             except (TypeError, ValueError) as error:
                 refuse(self._giver, error)
             at = end
-        return Parcel(self._label.about, arrays, self._giver)
+        return StateArrays(self._label.about, arrays, self._giver)
 
 
-async def relay(group: Group, routes: Sequence[Route], giving: Mapping[int, Parcel]) -> list[Parcel]:
+async def relay(group: Group, routes: Sequence[TransferRoute], giving: Mapping[int, StateArrays]) -> list[StateArrays]:
     """Carry a parcel along each route; `giving` has this rank's parcels by taker. Return the parcels received here,
     in the order of the routes."""
     packed = {taker: parcel.packed() for taker, parcel in giving.items()}

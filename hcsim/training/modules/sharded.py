@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 from torch.func import functional_call
 
 
-class Piece(NamedTuple):
+class ParameterSlice(NamedTuple):
     """The range of one of the block's parameters in the flat array."""
 
     name: str
@@ -70,7 +70,7 @@ class Sharded(nn.Module):
         self._whole: Tensor | None = None
 
     @property
-    def places(self) -> tuple[Piece, ...]:
+    def places(self) -> tuple[ParameterSlice, ...]:
         """The pieces without second names of tied parameters."""
         return tuple({(piece.lo, piece.hi): piece for piece in reversed(self.pieces)}.values())[::-1]
 
@@ -185,11 +185,11 @@ def _own_parameters(block: nn.Module, prefix: str = "") -> Iterator[tuple[str, n
             yield from _own_parameters(child, f"{prefix}.{name}" if prefix else name)
 
 
-def _laid_out(parameters: dict[str, nn.Parameter]) -> Iterator[Piece]:
+def _laid_out(parameters: dict[str, nn.Parameter]) -> Iterator[ParameterSlice]:
     """Lay out the parameters one after the other; a parameter with several names has one range."""
     at = 0
     places: dict[nn.Parameter, int] = {}
     for name, parameter in parameters.items():
         lo = places.setdefault(parameter, at)
-        yield Piece(name, parameter.shape, lo, lo + parameter.numel())
+        yield ParameterSlice(name, parameter.shape, lo, lo + parameter.numel())
         at = max(at, lo + parameter.numel())

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hcsim.compressors.base import Array, Bytes, Compressor, Ident
-from hcsim.compressors.feedback import Feedback
+from hcsim.compressors.base import Array, ByteArray, Compressor, Ident
+from hcsim.compressors.feedback import ErrorFeedback
 from hcsim.compressors.registry import make
 from hcsim.errors import CompressionError
 from hcsim.runtime.channel import Phantom
@@ -27,17 +27,17 @@ from hcsim.training.task import Flat
 WHOLE = "none"
 
 
-class Received(NamedTuple):
+class ReceivedPush(NamedTuple):
     """A push that arrived and is valid."""
 
     push: Push
-    data: Bytes | Phantom
+    data: ByteArray | Phantom
     """The payload as it was received."""
     sums: Flat
     """The decoded gradients, as sums over samples."""
 
 
-class Gradients:
+class GradientCodec:
     """Packs, validates and unpacks the gradients of one model."""
 
     def __init__(self, layout: Layout, compressor: Compressor) -> None:
@@ -52,7 +52,7 @@ class Gradients:
         self.encode_work = _sum(compressor.encode_work(tensor.shape) for tensor in self.tensors)
         self.decode_work = _sum(compressor.decode_work(tensor.shape) for tensor in self.tensors)
 
-    def pack(self, gradients: Flat, samples: int, version: int) -> tuple[tuple[int, ...], Bytes | Phantom]:
+    def pack(self, gradients: Flat, samples: int, version: int) -> tuple[tuple[int, ...], ByteArray | Phantom]:
         """Return the sizes of the payloads of mean gradients over `samples` samples, and all payloads in one piece.
 
         The packed gradients are sums over the samples, so that a residual has the same weight whatever the batch
@@ -63,14 +63,14 @@ class Gradients:
         return self._packed(self.compressor, gradients, version)
 
     @property
-    def owing(self) -> Feedback | None:
+    def owing(self) -> ErrorFeedback | None:
         """The error feedback, if it has a residual."""
         feedback = self.compressor
-        return feedback if isinstance(feedback, Feedback) and feedback.state() else None
+        return feedback if isinstance(feedback, ErrorFeedback) and feedback.state() else None
 
     def pack_whole(
-        self, owing: Feedback, gradients: Flat, samples: int, version: int
-    ) -> tuple[tuple[int, ...], Bytes | Phantom]:
+        self, owing: ErrorFeedback, gradients: Flat, samples: int, version: int
+    ) -> tuple[tuple[int, ...], ByteArray | Phantom]:
         """Pack uncompressed gradients with the whole residual; if the push counts, no residual remains. Changes the
         gradients."""
         assert not isinstance(gradients, Phantom)  # phantoms owe nothing
@@ -81,7 +81,7 @@ class Gradients:
             owing.keep(np.zeros_like(out), of)
         return self._packed(self._dense, gradients, version)
 
-    def _packed(self, compressor: Compressor, sums: Array, version: int) -> tuple[tuple[int, ...], Bytes]:
+    def _packed(self, compressor: Compressor, sums: Array, version: int) -> tuple[tuple[int, ...], ByteArray]:
         payloads = [compressor.encode(tensor.view(sums), Ident(tensor.name, version)) for tensor in self.tensors]
         return tuple(payload.nbytes for payload in payloads), np.concatenate(payloads)
 
@@ -97,7 +97,7 @@ class Gradients:
                 return f"{size} bytes for {tensor.name}, whose shape is {list(tensor.shape)}"
         return ""
 
-    def unpack(self, push: Push, data: Bytes) -> Array:
+    def unpack(self, push: Push, data: ByteArray) -> Array:
         """Return the gradients of a validated push; raise `CompressionError` if the payload is not valid."""
         gradients, codec = np.empty(self.length, np.float32), self._codec(push)
         ends = accumulate(push.sizes, initial=0)
@@ -109,7 +109,7 @@ class Gradients:
                 raise CompressionError("a gradient is not finite", tensor.name)
         return gradients
 
-    async def decoded(self, push: Push, data: Bytes | Phantom, learner: Learner) -> Flat:
+    async def decoded(self, push: Push, data: ByteArray | Phantom, learner: Learner) -> Flat:
         """Unpack on a learner's device, in its time; also for phantoms."""
         with learner.ledger.spent_on("encode"):
             if isinstance(data, Phantom):
@@ -120,7 +120,7 @@ class Gradients:
         return self._dense if push.compressor == WHOLE else self.compressor
 
 
-async def average(learner: Learner, received: Iterable[Received]) -> None:
+async def average(learner: Learner, received: Iterable[ReceivedPush]) -> None:
     """Put the mean over all samples in the place of the learner's gradients. Changes the received arrays."""
     terms, mean = [(each.sums, each.push.samples) for each in received], learner.replica.gradients
     elements = len(terms) * learner.layout.length

@@ -1,14 +1,14 @@
 """The messages between workers and the server.
 
 A worker joins, then makes one request at a time: for the model (`Pull`), to count a gradient (`Push`), or to be
-told of the end of training (`Await`). The server answers each, possibly later, and sends `Wait` meanwhile.
-`Done` may come at any time; it answers only an `Await`, unless it names an error. A worker numbers its pushes.
-The server recognises a repeated push by its number, so that a worker can repeat lost messages and each push
+told of the end of training (`AwaitEnd`). The server answers each, possibly later, and sends `KeepAlive` meanwhile.
+`TrainingDone` may come at any time; it answers only an `AwaitEnd`, unless it names an error. A worker numbers its
+pushes. The server recognises a repeated push by its number, so that a worker can repeat lost messages and each push
 counts once.
 
-A message is a CONTROL frame of msgpack. `Push` and `Model` announce `size_bytes` that follow as DATA frames.
+A message is a CONTROL frame of msgpack. `Push` and `ModelReply` announce `size_bytes` that follow as DATA frames.
 
-A `Line` carries messages and their payloads over a channel, within limits.
+A `MessageConnection` carries messages and their payloads over a channel, within limits.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Join(msgspec.Struct, frozen=True, tag="join"):
     """Whether the worker will push; otherwise it only waits for the end."""
 
 
-class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
+class JoinReply(msgspec.Struct, frozen=True, tag="welcome"):
     """The server accepts the worker."""
 
     sequence: Number
@@ -63,7 +63,7 @@ class Pull(msgspec.Struct, frozen=True, tag="pull"):
     version: Annotated[int, Meta(ge=UNKNOWN)]
 
 
-class Model(msgspec.Struct, frozen=True, tag="model"):
+class ModelReply(msgspec.Struct, frozen=True, tag="model"):
     """The model: `size_bytes` of float32, or none if the worker has it."""
 
     version: Number
@@ -85,55 +85,55 @@ class Push(msgspec.Struct, frozen=True, tag="push"):
         return sum(self.sizes)
 
 
-class Accepted(msgspec.Struct, frozen=True, tag="accepted"):
+class PushAccepted(msgspec.Struct, frozen=True, tag="accepted"):
     """The push has counted, in the update that made this version."""
 
     sequence: Number
     version: Number
 
 
-class Stale(msgspec.Struct, frozen=True, tag="stale"):
+class PushStale(msgspec.Struct, frozen=True, tag="stale"):
     """The push does not count: it is for another version than the one wanted now. Pull and compute again."""
 
     sequence: Number
     version: Number
 
 
-class Refused(msgspec.Struct, frozen=True, tag="refused"):
+class RequestRefused(msgspec.Struct, frozen=True, tag="refused"):
     """The push (or, with sequence 0, the join) is not valid."""
 
     sequence: Number
     reason: str
 
 
-class Wait(msgspec.Struct, frozen=True, tag="wait"):
+class KeepAlive(msgspec.Struct, frozen=True, tag="wait"):
     """The server is alive, and there is no answer yet."""
 
 
-class Await(msgspec.Struct, frozen=True, tag="await"):
+class AwaitEnd(msgspec.Struct, frozen=True, tag="await"):
     """Requests notification of the end of training."""
 
 
-class Done(msgspec.Struct, frozen=True, tag="done"):
+class TrainingDone(msgspec.Struct, frozen=True, tag="done"):
     """Training is over, with this version; if an error is named, it has failed."""
 
     version: Number
     error: str = ""
 
 
-class Leave(msgspec.Struct, frozen=True, tag="leave"):
+class LeaveRequest(msgspec.Struct, frozen=True, tag="leave"):
     """The worker will push no more. After the end: it has received all it requested."""
 
     why: Text = ""
 
 
-Question: TypeAlias = Join | Pull | Push | Await | Leave
-Answer: TypeAlias = Welcome | Model | Accepted | Stale | Refused | Wait | Done
-Verdict: TypeAlias = Accepted | Stale | Refused
+WorkerRequest: TypeAlias = Join | Pull | Push | AwaitEnd | LeaveRequest
+ServerReply: TypeAlias = JoinReply | ModelReply | PushAccepted | PushStale | RequestRefused | KeepAlive | TrainingDone
+PushVerdict: TypeAlias = PushAccepted | PushStale | RequestRefused
 """The result of a push: it is decided once, and repeated on request."""
 
-QUESTIONS: Schema[Question] = Schema(Question)
-ANSWERS: Schema[Answer] = Schema(Answer)
+QUESTIONS: Schema[WorkerRequest] = Schema(WorkerRequest)
+ANSWERS: Schema[ServerReply] = Schema(ServerReply)
 
 
 SEGMENT_BYTES = 16 << 20
@@ -145,7 +145,7 @@ S = TypeVar("S")
 R = TypeVar("R")
 
 
-class Line(Generic[S, R]):
+class MessageConnection(Generic[S, R]):
     """One end of a connection on which a worker makes one request at a time.
 
     A frame that does not pass within `silence_s` ends the wait with `DeadlineExceeded`. After any error the

@@ -27,12 +27,12 @@ A push, numbered by its worker, is
     under way          repeated, and answered once, when its round ends
     new                Accepted (and in exactly one update), Stale, or Refused; after the end it is Stale
 
-No worker waits for ever: a waiting worker gets `Wait` every `deadline_s`. Without an update for `patience_s`,
+No worker waits for ever: a waiting worker gets `KeepAlive` every `deadline_s`. Without an update for `patience_s`,
 training ends with an error that names the missing workers. It ends normally after `total` updates, or when all
 have left. Then all workers are told, and the server stays until all have fetched what they want, for at most
 `linger_s`.
 
-`Policy` says when a push counts and for which workers the server waits, `Member` is the server's record of a
+`ServerPolicy` says when a push counts and for which workers the server waits, `WorkerState` is the server's record of a
 worker, and the effects are what the server must do.
 """
 
@@ -45,22 +45,22 @@ import msgspec
 
 from hcsim.errors import UsageError
 from hcsim.training.parameter_server.messages import (
-    Accepted,
-    Answer,
-    Await,
-    Done,
+    AwaitEnd,
     Join,
+    JoinReply,
+    KeepAlive,
     Pull,
     Push,
-    Refused,
-    Stale,
-    Verdict,
-    Wait,
-    Welcome,
+    PushAccepted,
+    PushStale,
+    PushVerdict,
+    RequestRefused,
+    ServerReply,
+    TrainingDone,
 )
 
 
-class Policy(msgspec.Struct, frozen=True, kw_only=True):
+class ServerPolicy(msgspec.Struct, frozen=True, kw_only=True):
     """The rules of a parameter server for its workers."""
 
     mode: Literal["sync", "bounded", "async"] = "sync"
@@ -97,14 +97,14 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
         return 2 * self.deadline_s
 
 
-class Tell(msgspec.Struct, frozen=True):
+class SendReply(msgspec.Struct, frozen=True):
     """Answer a worker, if it is connected."""
 
     worker: str
-    answer: Answer
+    answer: ServerReply
 
 
-class Give(msgspec.Struct, frozen=True):
+class SendModel(msgspec.Struct, frozen=True):
     """Answer a worker with the model, or with its version alone if the worker has that already."""
 
     worker: str
@@ -121,7 +121,7 @@ class Contribution(msgspec.Struct, frozen=True):
     gradient: Any
 
 
-class Apply(msgspec.Struct, frozen=True):
+class ApplyUpdate(msgspec.Struct, frozen=True):
     """Make the next version from the mean of these gradients, weighted by samples."""
 
     contributions: tuple[Contribution, ...]
@@ -130,13 +130,13 @@ class Apply(msgspec.Struct, frozen=True):
     """The share of the learning rate."""
 
 
-Effect: TypeAlias = Tell | Give | Apply
+ServerEffect: TypeAlias = SendReply | SendModel | ApplyUpdate
 
 
 NEVER_S = float("inf")
 
 
-class Member(msgspec.Struct):
+class WorkerState(msgspec.Struct):
     """The record of a worker that has connected or is expected to."""
 
     life: int | None = None
@@ -153,12 +153,12 @@ class Member(msgspec.Struct):
     heard_s: float = 0.0
     """The time of its last message; at first, the time at which it was expected."""
     told_s: float = 0.0
-    """The time of its last request, or of the last `Wait` to it."""
-    asked: Pull | Await | None = None
+    """The time of its last request, or of the last `KeepAlive` to it."""
+    asked: Pull | AwaitEnd | None = None
     """The pending request, beside a push."""
     answered: int = 0
     """The number of its last answered push."""
-    verdict: Verdict | None = None
+    verdict: PushVerdict | None = None
     answered_life: int | None = None
     """The life in which it pushed that."""
     accepted: int = 0
@@ -169,7 +169,7 @@ class Member(msgspec.Struct):
     samples: int | None = None
     """The number of samples in its last push."""
 
-    def absent_s(self, policy: Policy) -> float:
+    def absent_s(self, policy: ServerPolicy) -> float:
         """Return when the others stop waiting for it, if it stays silent."""
         if not self.connected:
             return self.lost_s + (policy.deadline_s if self.life is None else policy.grace_s)
@@ -178,20 +178,20 @@ class Member(msgspec.Struct):
         return self.heard_s + policy.deadline_s
 
 
-class Rounds:
+class ServerRounds:
     """The state machine. Its methods are the events; the returned effects are to be carried out in order.
 
     Time never goes back, and every event is followed by a tick at the same time."""
 
-    def __init__(self, policy: Policy, total: int, *, awaited: Iterable[str] = (), now: float = 0.0) -> None:
+    def __init__(self, policy: ServerPolicy, total: int, *, awaited: Iterable[str] = (), now: float = 0.0) -> None:
         self.policy = policy
         self.total = total
         self.version = 0
         self.history = 0
-        self.members = {name: Member(lost_s=now, heard_s=now) for name in sorted(awaited)}
+        self.members = {name: WorkerState(lost_s=now, heard_s=now) for name in sorted(awaited)}
         self.pending: dict[str, Contribution] = {}
         """sync: the pushes of this round."""
-        self.ended: Done | None = None
+        self.ended: TrainingDone | None = None
         self._since_s = now
         """The time of the last update, then of the end."""
         self._first_push_s = now
@@ -205,9 +205,9 @@ class Rounds:
             return ""
         return f"a worker called {join.worker} is connected already"
 
-    def joined(self, join: Join, now: float) -> list[Effect]:
+    def joined(self, join: Join, now: float) -> list[ServerEffect]:
         """A worker connected, and there is no objection."""
-        member = self.members.setdefault(join.worker, Member(awaited=False))
+        member = self.members.setdefault(join.worker, WorkerState(awaited=False))
         if member.life != join.life:
             # It starts again and knows nothing of a push that is under way: nobody was told that this counts.
             self.pending.pop(join.worker, None)
@@ -216,10 +216,12 @@ class Rounds:
             member.verdict = None  # which this life would take for the answer to a push of its own
         member.connected, member.contributes, member.asked = True, join.contributes, None
         self._heard(member, now)
-        effects: list[Effect] = [Tell(join.worker, Welcome(member.answered, member.accepted, self.history))]
-        return [*effects, Tell(join.worker, self.ended)] if self.ended else effects
+        effects: list[ServerEffect] = [
+            SendReply(join.worker, JoinReply(member.answered, member.accepted, self.history))
+        ]
+        return [*effects, SendReply(join.worker, self.ended)] if self.ended else effects
 
-    def asked(self, worker: str, question: Pull | Await, now: float) -> list[Effect]:
+    def asked(self, worker: str, question: Pull | AwaitEnd, now: float) -> list[ServerEffect]:
         """A worker requested the model, or notification of the end."""
         member = self.members[worker]
         self._heard(member, now)
@@ -231,38 +233,38 @@ class Rounds:
         known = push.sequence <= self.members[worker].answered or worker in self.pending
         return not known and not self.ended and self._fresh(push.version)
 
-    def pushed(self, worker: str, push: Push, gradient: Any, fault: str, now: float) -> list[Effect]:
+    def pushed(self, worker: str, push: Push, gradient: Any, fault: str, now: float) -> list[ServerEffect]:
         """A worker pushed. The gradient is None if the payload was not wanted or, as `fault` says, not valid."""
         member = self.members[worker]
         self._heard(member, now)
         if push.sequence <= member.answered:
             again = member.verdict if push.sequence == member.answered else None
-            return [Tell(worker, again or Refused(push.sequence, "a later push has been answered already"))]
+            return [SendReply(worker, again or RequestRefused(push.sequence, "a later push has been answered already"))]
         before = self.pending.get(worker)
         if before is not None and before.sequence == push.sequence:
             return []  # its answer is on the way
         if before is not None:
-            return [Tell(worker, Refused(push.sequence, f"push {before.sequence} is still under way"))]
+            return [SendReply(worker, RequestRefused(push.sequence, f"push {before.sequence} is still under way"))]
         if fault and not self.ended:
-            return [self._judged(worker, Refused(push.sequence, fault))]
+            return [self._judged(worker, RequestRefused(push.sequence, fault))]
         if self.ended or gradient is None or not self._fresh(push.version):
-            return [self._judged(worker, Stale(push.sequence, self.version))]
+            return [self._judged(worker, PushStale(push.sequence, self.version))]
         member.samples, member.contributes = push.samples, True
         return list(self._counted(Contribution(worker, push.sequence, push.samples, gradient), now))
 
-    def left(self, worker: str, now: float) -> list[Effect]:
+    def left(self, worker: str, now: float) -> list[ServerEffect]:
         """A worker will push no more; after the end, it has all it requested."""
         member = self.members[worker]
         member.contributes, member.gone = False, self.ended is not None
         return list(self._settled(now))
 
-    def lost(self, worker: str, now: float) -> list[Effect]:
+    def lost(self, worker: str, now: float) -> list[ServerEffect]:
         """A worker's connection is lost. It is expected to reconnect for a while."""
         member = self.members[worker]
         member.connected, member.asked, member.lost_s = False, None, now
         return []
 
-    def tick(self, now: float) -> list[Effect]:
+    def tick(self, now: float) -> list[ServerEffect]:
         for member in self.members.values():
             if now >= member.absent_s(self.policy):
                 member.awaited = False
@@ -271,7 +273,7 @@ class Rounds:
             effects += self._end(f"no update for {self.policy.patience_s:g} s, {self._missing()}", now)
         for name, member in self.members.items():
             if self._waits(name) and now >= member.told_s + self.policy.deadline_s:
-                effects.append(Tell(name, Wait()))
+                effects.append(SendReply(name, KeepAlive()))
                 member.told_s = now
         return effects
 
@@ -305,7 +307,7 @@ class Rounds:
         here = any(now < self._expected_s(member) for member in self.members.values() if not member.gone)
         return not here or now >= self._since_s + self.policy.linger_s
 
-    def _expected_s(self, member: Member) -> float:
+    def _expected_s(self, member: WorkerState) -> float:
         """Return until when a worker may make requests after the end. A worker that left and disconnected makes
         none."""
         lives = member.connected or member.contributes
@@ -313,7 +315,7 @@ class Rounds:
 
     # Decisions.
 
-    def _counted(self, contribution: Contribution, now: float) -> Iterator[Effect]:
+    def _counted(self, contribution: Contribution, now: float) -> Iterator[ServerEffect]:
         if self.policy.mode == "sync":
             if not self.pending:
                 self._first_push_s = now
@@ -322,7 +324,7 @@ class Rounds:
             yield from self._update((contribution,), self._share(contribution.samples), now)
         yield from self._settled(now)
 
-    def _settled(self, now: float) -> Iterator[Effect]:
+    def _settled(self, now: float) -> Iterator[ServerEffect]:
         """Yield the effects that have become possible."""
         if self._complete(now):
             for name in self._awaited():
@@ -344,42 +346,42 @@ class Rounds:
         everybody = all(name in self.pending for name in self._awaited())
         return everybody or now >= self._first_push_s + self.policy.deadline_s
 
-    def _update(self, contributions: tuple[Contribution, ...], share: float, now: float) -> Iterator[Effect]:
+    def _update(self, contributions: tuple[Contribution, ...], share: float, now: float) -> Iterator[ServerEffect]:
         self.version += 1
         self._since_s = now
-        yield Apply(contributions, share)
+        yield ApplyUpdate(contributions, share)
         for contribution in contributions:
             member = self.members[contribution.worker]
             member.accepted += 1
             member.pace += 1
-            yield self._judged(contribution.worker, Accepted(contribution.sequence, self.version))
+            yield self._judged(contribution.worker, PushAccepted(contribution.sequence, self.version))
 
-    def _end(self, error: str, now: float) -> Iterator[Effect]:
-        self.ended = Done(self.version, error)
+    def _end(self, error: str, now: float) -> Iterator[ServerEffect]:
+        self.ended = TrainingDone(self.version, error)
         self._since_s = now
         for contribution in self.pending.values():
-            yield self._judged(contribution.worker, Stale(contribution.sequence, self.version))
+            yield self._judged(contribution.worker, PushStale(contribution.sequence, self.version))
         self.pending.clear()
         for name, member in self.members.items():
-            if isinstance(member.asked, Await):
+            if isinstance(member.asked, AwaitEnd):
                 member.asked = None
-            yield Tell(name, self.ended)
+            yield SendReply(name, self.ended)
 
-    def _judged(self, worker: str, verdict: Verdict) -> Tell:
+    def _judged(self, worker: str, verdict: PushVerdict) -> SendReply:
         member = self.members[worker]
         member.answered, member.answered_life, member.verdict = verdict.sequence, member.life, verdict
-        return Tell(worker, verdict)
+        return SendReply(worker, verdict)
 
-    def _released(self, name: str, member: Member) -> Iterator[Effect]:
+    def _released(self, name: str, member: WorkerState) -> Iterator[ServerEffect]:
         """Yield the answer to a worker's request, if it can be given now."""
         if isinstance(member.asked, Pull) and (self.ended or not self._ahead(member)):
-            yield Give(name, self.version, known=member.asked.version == self.version)
+            yield SendModel(name, self.version, known=member.asked.version == self.version)
             member.asked = None
-        elif isinstance(member.asked, Await) and self.ended:
-            yield Tell(name, self.ended)
+        elif isinstance(member.asked, AwaitEnd) and self.ended:
+            yield SendReply(name, self.ended)
             member.asked = None
 
-    def _heard(self, member: Member, now: float) -> None:
+    def _heard(self, member: WorkerState, now: float) -> None:
         if not member.awaited:
             # The others shall not wait until it has caught up.
             member.pace = max(member.pace, self._slowest())
@@ -391,7 +393,7 @@ class Rounds:
         allowed = {"sync": 0, "bounded": self.policy.staleness, "async": self.version}[self.policy.mode]
         return 0 <= self.version - version <= allowed
 
-    def _ahead(self, member: Member) -> bool:
+    def _ahead(self, member: WorkerState) -> bool:
         return self.policy.mode == "bounded" and member.pace > self._slowest() + self.policy.staleness
 
     def _slowest(self) -> int:

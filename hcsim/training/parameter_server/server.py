@@ -24,29 +24,36 @@ from typing import Any, TypeAlias
 import msgspec
 import numpy as np
 
-from hcsim.compressors.base import Bytes
+from hcsim.compressors.base import ByteArray
 from hcsim.errors import ChannelError, CompressionError, DeadlineExceeded, PeerRefused, RemoteProtocolError
 from hcsim.runtime.channel import Channel, Listener, Payload, Phantom
 from hcsim.training.learner import Learner
-from hcsim.training.parameter_server.gradients import Gradients, Received, average
+from hcsim.training.parameter_server.gradients import GradientCodec, ReceivedPush, average
 from hcsim.training.parameter_server.messages import (
     ANSWERS,
     QUESTIONS,
-    Answer,
-    Await,
-    Done,
+    AwaitEnd,
     Join,
-    Leave,
-    Line,
-    Model,
+    LeaveRequest,
+    MessageConnection,
+    ModelReply,
     Pull,
     Push,
-    Question,
-    Refused,
-    Verdict,
+    PushVerdict,
+    RequestRefused,
+    ServerReply,
+    TrainingDone,
+    WorkerRequest,
 )
-from hcsim.training.parameter_server.rounds import Apply, Effect, Give, Member, Rounds, Tell
-from hcsim.transport.callers import Callers
+from hcsim.training.parameter_server.rounds import (
+    ApplyUpdate,
+    SendModel,
+    SendReply,
+    ServerEffect,
+    ServerRounds,
+    WorkerState,
+)
+from hcsim.transport.admission_queue import AdmissionQueue
 from hcsim.transport.messages import expect
 
 HELLO_TIMEOUT_S = 5.0
@@ -58,27 +65,27 @@ MAX_VIOLATIONS = 3
 """Connections in a row on which a worker may break the protocol, with no whole push between them: one may be an
 accident."""
 
-Event: TypeAlias = Callable[[float], list[Effect]]
-Happening: TypeAlias = tuple[Event, asyncio.Future[None]]
+ServerEvent: TypeAlias = Callable[[float], list[ServerEffect]]
+PendingEvent: TypeAlias = tuple[ServerEvent, asyncio.Future[None]]
 """An event, and a future that is done once its effects are."""
 
 
-class Caller:
+class WorkerConnection:
     """A connected worker."""
 
-    def __init__(self, worker: str, line: Line[Answer, Question]) -> None:
+    def __init__(self, worker: str, line: MessageConnection[ServerReply, WorkerRequest]) -> None:
         self.worker = worker
         self.line = line
-        self.unread: asyncio.Queue[tuple[Answer, Payload | None]] = asyncio.Queue(MAX_UNREAD)
+        self.unread: asyncio.Queue[tuple[ServerReply, Payload | None]] = asyncio.Queue(MAX_UNREAD)
         self.answering = False
         self.objection = ""
         """Why the worker is rejected."""
 
 
-class Reception:
+class WorkerConnections:
     """Turns messages of workers into events, and sends the answers."""
 
-    def __init__(self, learner: Learner, gradients: Gradients, rounds: Rounds, *, job: str) -> None:
+    def __init__(self, learner: Learner, gradients: GradientCodec, rounds: ServerRounds, *, job: str) -> None:
         self.members_only = False
         """Whether unexpected workers are rejected."""
         self.guests: Collection[str] | None = None
@@ -86,19 +93,19 @@ class Reception:
         another view, whose server may be at this address soon, or was."""
         self.on_violations: Callable[[str, RemoteProtocolError], None] | None = None
         """Called with a worker that breaks the protocol repeatedly, and the error."""
-        self.events: asyncio.Queue[Happening] = asyncio.Queue()
+        self.events: asyncio.Queue[PendingEvent] = asyncio.Queue()
         self._learner = learner
         self._host = learner.host
         self._gradients = gradients
         self._rounds = rounds
         self._job = job
-        self._callers: dict[str, Caller] = {}
+        self._callers: dict[str, WorkerConnection] = {}
         self._sent_bytes: dict[str, int] = {}
         """Over connections that have ended."""
         self._violations: Counter[str] = Counter()
         """By worker, since its last whole push."""
         self._tasks: dict[asyncio.Task[None], None] = {}
-        self._strangers = Callers(self._host)
+        self._strangers = AdmissionQueue(self._host)
 
     def open(self, listener: Listener) -> None:
         """Accept connections from now on."""
@@ -121,7 +128,7 @@ class Reception:
         current = {name: caller.line.sent_bytes for name, caller in self._callers.items()}
         return sum(sent for each in (self._sent_bytes, current) for name, sent in each.items() if name != without)
 
-    def tell(self, worker: str, answer: Answer, payload: Payload | None = None) -> None:
+    def tell(self, worker: str, answer: ServerReply, payload: Payload | None = None) -> None:
         """Answer a worker, if it is connected. The payload must not change afterwards."""
         caller = self._callers.get(worker)
         if caller is None:
@@ -131,7 +138,7 @@ class Reception:
         except asyncio.QueueFull:
             self._start(caller.line.close(), f"hang up on {worker}, who does not listen")
 
-    async def _happened(self, event: Event) -> None:
+    async def _happened(self, event: ServerEvent) -> None:
         """Have an event handled; return when its effects are done, so that a worker has one event at a time."""
         handled: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.events.put_nowait((event, handled))
@@ -144,7 +151,7 @@ class Reception:
 
     async def _receive(self, channel: Channel) -> None:
         """Identify a connecting worker and serve it until the connection ends, or tell it why it is rejected."""
-        line = Line(channel, self._host.clock, ANSWERS, QUESTIONS, silence_s=self._rounds.policy.silence_s)
+        line = MessageConnection(channel, self._host.clock, ANSWERS, QUESTIONS, silence_s=self._rounds.policy.silence_s)
         try:
             try:
                 join = expect(await line.recv(HELLO_TIMEOUT_S), Join, line.peer)
@@ -152,7 +159,7 @@ class Reception:
                 self._strangers.known(channel)
             if self.guests is not None and join.worker not in self.guests:
                 raise PeerRefused(f"{join.worker} is not in our view", line.peer)
-            await self._serve(Caller(join.worker, line), join)
+            await self._serve(WorkerConnection(join.worker, line), join)
         except (ChannelError, DeadlineExceeded) as error:
             self._host.trace("parameter server", "hung up", str(error))
         finally:
@@ -168,12 +175,12 @@ class Reception:
             return f"no worker called {join.worker} is expected here"
         return self._rounds.objection(join)
 
-    async def _serve(self, caller: Caller, join: Join) -> None:
+    async def _serve(self, caller: WorkerConnection, join: Join) -> None:
         answering = self._start(self._answer(caller), f"answer {caller.worker}")
         try:
             await self._happened(partial(self._joined, caller, join))
             if caller.objection:
-                await caller.line.send(Refused(0, caller.objection))
+                await caller.line.send(RequestRefused(0, caller.objection))
                 return
             caller.line.trust(len(self._gradients.tensors))
             while True:
@@ -189,7 +196,7 @@ class Reception:
                 self._forget(caller)
                 self._start(self._happened(partial(self._lost, caller.worker)), f"{caller.worker} is lost")
 
-    def _joined(self, caller: Caller, join: Join, now: float) -> list[Effect]:
+    def _joined(self, caller: WorkerConnection, join: Join, now: float) -> list[ServerEffect]:
         caller.objection = self._objection(join)
         if caller.objection:
             return []
@@ -199,14 +206,14 @@ class Reception:
         self._callers[caller.worker] = caller
         return self._rounds.joined(join, now)
 
-    def _lost(self, worker: str, now: float) -> list[Effect]:
+    def _lost(self, worker: str, now: float) -> list[ServerEffect]:
         return [] if worker in self._callers else self._rounds.lost(worker, now)
 
-    def _forget(self, caller: Caller) -> None:
+    def _forget(self, caller: WorkerConnection) -> None:
         del self._callers[caller.worker]
         self._sent_bytes[caller.worker] = self._sent_bytes.get(caller.worker, 0) + caller.line.sent_bytes
 
-    async def _answer(self, caller: Caller) -> None:
+    async def _answer(self, caller: WorkerConnection) -> None:
         try:
             while True:
                 answer, payload = await caller.unread.get()
@@ -220,24 +227,24 @@ class Reception:
 
     # Questions.
 
-    async def _handle(self, caller: Caller, asked: Question) -> None:
+    async def _handle(self, caller: WorkerConnection, asked: WorkerRequest) -> None:
         worker, rounds = caller.worker, self._rounds
-        event: Event
+        event: ServerEvent
         match asked:
             case Push():
                 gradient, fault = await self._heard(caller, asked)
                 self._violations.pop(worker, None)
                 event = partial(rounds.pushed, worker, asked, gradient, fault)
-            case Pull() | Await():
+            case Pull() | AwaitEnd():
                 event = partial(rounds.asked, worker, asked)
-            case Leave():
+            case LeaveRequest():
                 event = partial(rounds.left, worker)
             case Join():
                 raise RemoteProtocolError(f"{caller.line.peer} joined twice", caller.line.peer)
         # A worker that called again meanwhile, perhaps in another life, speaks there.
         await self._happened(lambda now: event(now) if self._callers.get(worker) is caller else [])
 
-    async def _heard(self, caller: Caller, push: Push) -> tuple[Received | None, str]:
+    async def _heard(self, caller: WorkerConnection, push: Push) -> tuple[ReceivedPush | None, str]:
         """Return the gradient in a push, if it is wanted and valid, and what is wrong with it."""
         line, size_bytes = caller.line, push.size_bytes
         if size_bytes > self._gradients.most_bytes:
@@ -246,14 +253,14 @@ class Reception:
         if fault or not self._rounds.wants(caller.worker, push):
             await line.recv_payload(size_bytes, None)
             return None, fault
-        data: Bytes | Phantom = Phantom(size_bytes)
+        data: ByteArray | Phantom = Phantom(size_bytes)
         if isinstance(self._learner.replica.gradients, Phantom):
             await line.recv_payload(size_bytes, None)
         else:
             data = np.empty(size_bytes, np.uint8)
             await line.recv_payload(size_bytes, data.data)
         try:
-            return Received(push, data, await self._gradients.decoded(push, data, self._learner)), ""
+            return ReceivedPush(push, data, await self._gradients.decoded(push, data, self._learner)), ""
         except CompressionError as error:
             return None, str(error)
 
@@ -264,29 +271,29 @@ class Reception:
         return task
 
 
-class Record(msgspec.Struct, frozen=True):
+class WorkerRecord(msgspec.Struct, frozen=True):
     """The saved record of a worker."""
 
     answered: int
-    verdict: Verdict | None
+    verdict: PushVerdict | None
     accepted: int
     samples: int | None
     contributes: bool
     answered_life: int | None = None
 
 
-def records(rounds: Rounds) -> dict[str, Record]:
+def records(rounds: ServerRounds) -> dict[str, WorkerRecord]:
     return {
-        name: Record(m.answered, m.verdict, m.accepted, m.samples, m.contributes, m.answered_life)
+        name: WorkerRecord(m.answered, m.verdict, m.accepted, m.samples, m.contributes, m.answered_life)
         for name, m in rounds.members.items()
     }
 
 
-def recall(workers: Mapping[str, Record], rounds: Rounds, now: float) -> None:
+def recall(workers: Mapping[str, WorkerRecord], rounds: ServerRounds, now: float) -> None:
     """Restore the records."""
     for name, record in workers.items():
         # As if we had heard it just now: if all is done, it may still want the final model.
-        rounds.members[name] = Member(lost_s=now, heard_s=now, **msgspec.structs.asdict(record))
+        rounds.members[name] = WorkerState(lost_s=now, heard_s=now, **msgspec.structs.asdict(record))
 
 
 SHORTEST_WAIT_S = 1e-6
@@ -299,15 +306,15 @@ class Server:
     def __init__(
         self,
         learner: Learner,
-        gradients: Gradients,
-        rounds: Rounds,
+        gradients: GradientCodec,
+        rounds: ServerRounds,
         update: Callable[[int, float], Awaitable[None]],
         *,
         job: str,
     ) -> None:
         self.rounds = rounds
-        self.reception = Reception(learner, gradients, rounds, job=job)
-        self.before_telling: Callable[[list[Received]], Awaitable[None]] | None = None
+        self.reception = WorkerConnections(learner, gradients, rounds, job=job)
+        self.before_telling: Callable[[list[ReceivedPush]], Awaitable[None]] | None = None
         """Called after every update, before any worker is told of it, with the pushes that it was made of; the
         averaged gradients are still in place. A state saved in this call is final."""
         self.has_successor = False
@@ -322,7 +329,7 @@ class Server:
         """The model as it is sent; it does not change while it is in flight."""
         rounds.history = self._host.rng("parameter server", "history", repr(self._now())).getrandbits(62)
 
-    async def run(self, listener: Listener) -> Done:
+    async def run(self, listener: Listener) -> TrainingDone:
         """Serve until training is over and all workers know. A failure is sent to all dependent workers, and raised."""
         self.reception.open(listener)
         try:
@@ -339,7 +346,7 @@ class Server:
         self._stopping = True
         self.reception.events.put_nowait((lambda _: [], asyncio.get_running_loop().create_future()))
 
-    async def _decide(self) -> Done:
+    async def _decide(self) -> TrainingDone:
         while True:
             now = self._now()
             effects = self.rounds.tick(now)
@@ -357,24 +364,26 @@ class Server:
             if not handled.done():
                 handled.set_result(None)
             if self._stopping:
-                return Done(self.rounds.version)
+                return TrainingDone(self.rounds.version)
 
     def _now(self) -> float:
         """Return the server's own elapsed time, which changes of the wall clock do not affect."""
         return self._host.clock.elapsed()
 
-    async def _do(self, effects: list[Effect]) -> None:
+    async def _do(self, effects: list[ServerEffect]) -> None:
         for effect in effects:
             match effect:
-                case Apply():
+                case ApplyUpdate():
                     await self._apply(effect)
-                case Tell(worker, answer):
+                case SendReply(worker, answer):
                     self.reception.tell(worker, answer)
-                case Give(worker, version, known):
+                case SendModel(worker, version, known):
                     payload = None if known else await self._model()
-                    self.reception.tell(worker, Model(version, payload.nbytes if payload is not None else 0), payload)
+                    self.reception.tell(
+                        worker, ModelReply(version, payload.nbytes if payload is not None else 0), payload
+                    )
 
-    async def _apply(self, effect: Apply) -> None:
+    async def _apply(self, effect: ApplyUpdate) -> None:
         await average(self._learner, [contribution.gradient for contribution in effect.contributions])
         await self._update(self.rounds.version - 1, effect.share)
         self._snapshot = None

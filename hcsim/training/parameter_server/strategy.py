@@ -3,7 +3,7 @@
 A `Participant` is one member of the group: its worker, the learner and run of the worker, and the server. If
 the group's ranks are fixed, it starts from nothing and works to the end. The group then serves only to
 distribute the server's address; afterwards ranks may be lost. If members come and go
-(`hcsim.training.elastic.served`), it begins every view from the version that the last one reached, and its
+(`hcsim.training.elastic.parameter_server`), it begins every view from the version that the last one reached, and its
 worker only connects to another server. The rounds are the same.
 
 In sync mode a round is a step, with the batches that data parallelism would use: the result is that of one
@@ -38,16 +38,16 @@ from hcsim.runtime.address import Target, address_at, hosts_of, parse
 from hcsim.runtime.channel import Listener
 from hcsim.runtime.host import Host
 from hcsim.training.learner import Learner
-from hcsim.training.parameter_server.gradients import Gradients
-from hcsim.training.parameter_server.messages import UNKNOWN, Done
-from hcsim.training.parameter_server.rounds import Policy, Rounds
+from hcsim.training.parameter_server.gradients import GradientCodec
+from hcsim.training.parameter_server.messages import UNKNOWN, TrainingDone
+from hcsim.training.parameter_server.rounds import ServerPolicy, ServerRounds
 from hcsim.training.parameter_server.server import Server
 from hcsim.training.parameter_server.worker import Worker
 from hcsim.training.run import Run
 from hcsim.training.task import Indices
 
 
-class Start(NamedTuple):
+class ViewStart(NamedTuple):
     """Where a view begins; fixed ranks begin with the defaults."""
 
     version: int = 0
@@ -57,7 +57,7 @@ class Start(NamedTuple):
     """The step of this version."""
 
 
-def policy_of(chosen: Policy, settings: Training) -> Policy:
+def policy_of(chosen: ServerPolicy, settings: Training) -> ServerPolicy:
     """Return the chosen policy, with the time limit of the settings applied."""
     timeout_s = settings.timeout_s
     return replace(chosen, patience_s=timeout_s, deadline_s=min(chosen.deadline_s, timeout_s / 2))
@@ -73,21 +73,21 @@ def beside_server(learner: Learner, seed: int) -> Learner:
 class Participant:
     """A member of the group: a worker and, if it is its turn, the server."""
 
-    def __init__(self, learner: Learner, gradients: Gradients, policy: Policy) -> None:
+    def __init__(self, learner: Learner, gradients: GradientCodec, policy: ServerPolicy) -> None:
         """`learner` is the worker's."""
         self.learner = learner
         self.gradients = gradients
         self.policy = policy
         self.run: Run | None = None
         """Set from the first view on."""
-        self.start = Start()
+        self.start = ViewStart()
         """Where this view began."""
         self.lr = 0.0
         """The learning rate of the last update made by a server of this participant."""
         self._per_step = 1
         """Updates in a step."""
         self._worker: Worker | None = None
-        self._task: asyncio.Task[Done | None] | None = None
+        self._task: asyncio.Task[TrainingDone | None] | None = None
         """The worker's task, which outlives a view."""
         self._noted = 0
         self._loss = float("nan")
@@ -107,7 +107,7 @@ class Participant:
         assert self._worker is not None
         return self._worker
 
-    def begin(self, run: Run, start: Start) -> None:
+    def begin(self, run: Run, start: ViewStart) -> None:
         """Begin a view with its ranks; the address of its server follows later."""
         self.run, self.start = run, start
         self._per_step = 1 if self.policy.mode == "sync" else run.group.size
@@ -117,7 +117,7 @@ class Participant:
         these names."""
         assert self.run is not None
         total = version + (self.run.settings.steps - self.start.step) * self._per_step
-        rounds = Rounds(self.policy, total, awaited=names, now=learner.host.clock.elapsed())
+        rounds = ServerRounds(self.policy, total, awaited=names, now=learner.host.clock.elapsed())
         rounds.version = version
         self._server, self._before_serving = None, self._sent_by_worker
         server = self._server = Server(learner, self.gradients, rounds, self._update, job=job)
@@ -137,7 +137,7 @@ class Participant:
 
     # The worker.
 
-    async def work(self, address: str) -> Done | None:
+    async def work(self, address: str) -> TrainingDone | None:
         """Work to the end for the server at that address, or where the worker is redirected to."""
         return await self.worker.run(address, self._batch, self._counted)
 
@@ -152,13 +152,13 @@ class Participant:
     def ended(self) -> bool:
         return self._task is not None and self._task.done()
 
-    def result(self) -> Done | None:
+    def result(self) -> TrainingDone | None:
         """Return how the worker ended; None if it has retired with no residual."""
         assert self._task is not None
         return self._task.result()
 
     @property
-    def done(self) -> Done | None:
+    def done(self) -> TrainingDone | None:
         """The end of training, once the worker has the final model; otherwise None."""
         task = self._task
         return task.result() if task is not None and task.done() and task.exception() is None else None
@@ -194,12 +194,12 @@ class Participant:
         """Return the number of steps that lead to this version."""
         return self.start.step + (version - self.start.version) // self._per_step
 
-    def start_at(self, version: int, since: Start) -> Start:
+    def start_at(self, version: int, since: ViewStart) -> ViewStart:
         """Return where the next view begins, if it goes on from this version of a view that began `since`."""
         position = since.position
         if version != since.version and self.run is not None and self.policy.mode == "sync":
             position = self.run.batches.position(version)
-        return Start(version, position, since.step + (version - since.version) // self._per_step)
+        return ViewStart(version, position, since.step + (version - since.version) // self._per_step)
 
     # What is noted.
 
@@ -284,19 +284,19 @@ def _carrier(target: Target) -> str:
     return _CARRIERS.get(target.scheme, target.scheme)
 
 
-async def train(run: Run, policy: Policy) -> None:
+async def train(run: Run, policy: ServerPolicy) -> None:
     """Train with fixed ranks: none joins or leaves, and in the end all hold the server's model.
 
     In a cluster the members of a view compare and hand over their states before it begins, and check whether it
-    has ended while they work (`hcsim.training.elastic.served`). Fixed ranks need neither."""
+    has ended while they work (`hcsim.training.elastic.parameter_server`). Fixed ranks need neither."""
     group, settings, learner = run.group, run.settings, run.learner
     serves = group.rank == 0
     names = [f"{rank:05d}" for rank in range(group.size)]
     told = np.array([0, *(_drawn(run) if settings.server is not None and serves else (0, 0))], np.int64)
-    gradients = Gradients(learner.layout, run.compressor)
+    gradients = GradientCodec(learner.layout, run.compressor)
     # The policy's time limits are those of the settings, as in a cluster.
     us = Participant(beside_server(learner, 0) if serves else learner, gradients, policy_of(policy, settings))
-    us.begin(run, Start())
+    us.begin(run, ViewStart())
     near = ""
     async with AsyncExitStack() as stack:
         if serves:
@@ -331,7 +331,7 @@ class _Serving:
     """Keeps a server running after its machine's worker has ended, for the other workers. Cancels it if the group
     fails or the task is cancelled."""
 
-    def __init__(self, task: asyncio.Task[Done]) -> None:
+    def __init__(self, task: asyncio.Task[TrainingDone]) -> None:
         self._task = task
 
     async def __aenter__(self) -> _Serving:

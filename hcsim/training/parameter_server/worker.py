@@ -12,8 +12,8 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from functools import partial
 
-from hcsim.compressors.base import State
-from hcsim.compressors.feedback import Feedback
+from hcsim.compressors.base import CompressorStateDict
+from hcsim.compressors.feedback import ErrorFeedback
 from hcsim.errors import (
     ChannelError,
     CompressionError,
@@ -25,29 +25,29 @@ from hcsim.errors import (
 )
 from hcsim.runtime.channel import Payload, Phantom
 from hcsim.training.learner import Learner
-from hcsim.training.parameter_server.gradients import WHOLE, Gradients
+from hcsim.training.parameter_server.gradients import WHOLE, GradientCodec
 from hcsim.training.parameter_server.messages import (
     ANSWERS,
     QUESTIONS,
     UNKNOWN,
-    Accepted,
-    Answer,
-    Await,
-    Done,
+    AwaitEnd,
     Join,
-    Leave,
-    Line,
-    Model,
+    JoinReply,
+    KeepAlive,
+    LeaveRequest,
+    MessageConnection,
+    ModelReply,
     Pull,
     Push,
-    Question,
-    Refused,
-    Stale,
-    Verdict,
-    Wait,
-    Welcome,
+    PushAccepted,
+    PushStale,
+    PushVerdict,
+    RequestRefused,
+    ServerReply,
+    TrainingDone,
+    WorkerRequest,
 )
-from hcsim.training.parameter_server.rounds import Policy
+from hcsim.training.parameter_server.rounds import ServerPolicy
 from hcsim.training.task import Indices
 
 FIRST_BACKOFF_S = 0.05
@@ -64,13 +64,15 @@ diverged gives the same each time."""
 class Worker:
     """One worker, from its first pull to the final model."""
 
-    def __init__(self, learner: Learner, gradients: Gradients, policy: Policy, *, name: str, job: str) -> None:
+    def __init__(
+        self, learner: Learner, gradients: GradientCodec, policy: ServerPolicy, *, name: str, job: str
+    ) -> None:
         self.name = name
         self.version = UNKNOWN
         """The version of the model in place."""
         self.accepted = 0
         """The number of this worker's pushes that have counted."""
-        self.done: Done | None = None
+        self.done: TrainingDone | None = None
         self.retiring = False
         """Once it is set, the worker leaves after the push in flight, or after one more if it has a residual."""
         self.reachable = asyncio.Event()
@@ -88,7 +90,7 @@ class Worker:
         """The version of the push that has no answer yet."""
         self._history = 0
         self._address = ""
-        self._line: Line[Question, Answer] | None = None
+        self._line: MessageConnection[WorkerRequest, ServerReply] | None = None
         self._failures: list[Exception] = []
         """Failures of the present server to answer the current request."""
         self._sent_bytes = 0
@@ -98,7 +100,7 @@ class Worker:
         address: str,
         batch: Callable[[int, int], Indices | None],
         counted: Callable[[int, float], Awaitable[None]],
-    ) -> Done | None:
+    ) -> TrainingDone | None:
         """Work for the server at that address, to the end; return None if the worker has retired before.
 
         `batch` returns the samples for a version and a number of accepted pushes, or None when there are no more.
@@ -137,7 +139,7 @@ class Worker:
 
     async def _work(
         self, batch: Callable[[int, int], Indices | None], counted: Callable[[int, float], Awaitable[None]]
-    ) -> Done | None:
+    ) -> TrainingDone | None:
         refusals = spoiled = 0
         while True:
             await self._pull()
@@ -150,8 +152,8 @@ class Worker:
             if samples is None:
                 self._join = Join(self._join.job, self.name, self._join.life, self._join.model, contributes=False)
                 await self._leave("all data used")
-                ended = await self._ask(Await)
-                assert isinstance(ended, Done)  # the only answer to this
+                ended = await self._ask(AwaitEnd)
+                assert isinstance(ended, TrainingDone)  # the only answer to this
                 return ended
             loss = await self.learner.gradients(samples)
             try:
@@ -163,12 +165,12 @@ class Worker:
                 continue
             spoiled = 0
             match verdict:
-                case Accepted(_, version):
+                case PushAccepted(_, version):
                     self.accepted, refusals = self.accepted + 1, 0
                     await counted(version, loss)
                     if owing is not None:
                         return None
-                case Refused(_, reason):
+                case RequestRefused(_, reason):
                     refusals += 1
                     if refusals == MAX_REFUSALS:
                         raise GradientsRefused(f"the parameter server refused {refusals} gradients in a row: {reason}")
@@ -177,7 +179,7 @@ class Worker:
         with self.learner.ledger.spent_on("exchange"):
             await self._ask(lambda: Pull(self.version))
 
-    async def _push(self, samples: int, owing: Feedback | None) -> Answer:
+    async def _push(self, samples: int, owing: ErrorFeedback | None) -> ServerReply:
         """Push the gradients in place, and with `owing` the whole residual; return the answer.
 
         The new residual is kept only if the push counted."""
@@ -198,21 +200,21 @@ class Worker:
         try:
             with self.learner.ledger.spent_on("exchange"):
                 verdict = await self._ask(lambda: Push(self._sequence, version, samples, spec, sizes), payload)
-            counts = isinstance(verdict, Accepted)
+            counts = isinstance(verdict, PushAccepted)
         finally:
             self._under_way = None
             compressor.commit(version) if counts else compressor.abandon(version)
         return verdict
 
-    def state(self, verdict: Verdict | None) -> State:
+    def state(self, verdict: PushVerdict | None) -> CompressorStateDict:
         """Return the compressor's state, given the server's answer to the last push, which may not have arrived yet."""
-        if isinstance(verdict, Accepted) and verdict.sequence == self._sequence and self._under_way is not None:
+        if isinstance(verdict, PushAccepted) and verdict.sequence == self._sequence and self._under_way is not None:
             self.gradients.compressor.commit(self._under_way)
         return self.gradients.compressor.state()
 
     # Asking, until there is an answer.
 
-    async def _ask(self, question: Callable[[], Question], payload: Payload | None = None) -> Answer:
+    async def _ask(self, question: Callable[[], WorkerRequest], payload: Payload | None = None) -> ServerReply:
         """Return the answer to a request. The request is built anew at every attempt: the worker's state may have
         changed with the connection.
 
@@ -228,7 +230,7 @@ class Worker:
                 self._failures.append(error)
                 await self._hang_up()
                 continue
-            if isinstance(heard, Done) and heard.error:
+            if isinstance(heard, TrainingDone) and heard.error:
                 raise PeerRefused(f"the parameter server gave up: {heard.error}", line.peer)
             return heard
         violations = [failure for failure in self._failures if isinstance(failure, RemoteProtocolError)]
@@ -236,27 +238,29 @@ class Worker:
         text = f"the parameter server at {self._address} failed us {MAX_ATTEMPTS} times: {reason}"
         raise DeadlineExceeded(text) from reason
 
-    async def _answer(self, line: Line[Question, Answer], question: Question) -> Answer:
+    async def _answer(
+        self, line: MessageConnection[WorkerRequest, ServerReply], question: WorkerRequest
+    ) -> ServerReply:
         while True:
             heard = await line.recv(self._policy.silence_s)
             match question, heard:
-                case _, Wait():
+                case _, KeepAlive():
                     continue
-                case _, Done(_, error):
+                case _, TrainingDone(_, error):
                     self.done = heard
-                    if error or isinstance(question, Await):
+                    if error or isinstance(question, AwaitEnd):
                         return heard  # otherwise the answer comes as well
-                case Pull(), Model():
+                case Pull(), ModelReply():
                     await self._take(line, heard)
                     return heard
-                case Push(sequence), (Accepted() | Stale() | Refused()) if heard.sequence == sequence:
+                case Push(sequence), (PushAccepted() | PushStale() | RequestRefused()) if heard.sequence == sequence:
                     return heard
-                case _, (Accepted() | Stale() | Refused()) if heard.sequence <= self._sequence:
+                case _, (PushAccepted() | PushStale() | RequestRefused()) if heard.sequence <= self._sequence:
                     continue  # said twice, since we asked twice
                 case _:
                     raise RemoteProtocolError(f"{line.peer} answered {question} with {heard}", line.peer)
 
-    async def _take(self, line: Line[Question, Answer], model: Model) -> None:
+    async def _take(self, line: MessageConnection[WorkerRequest, ServerReply], model: ModelReply) -> None:
         """Receive the model in place."""
         parameters = self.learner.replica.parameters
         if model.size_bytes not in (0, parameters.nbytes) or (not model.size_bytes and model.version != self.version):
@@ -267,7 +271,7 @@ class Worker:
             await line.recv_payload(model.size_bytes, into)
         self.version = model.version
 
-    async def _call(self) -> Line[Question, Answer]:
+    async def _call(self) -> MessageConnection[WorkerRequest, ServerReply]:
         """Connect and join, with retries until the policy's patience ends."""
         await self.reachable.wait()
         called, failure = self._address, next(reversed(self._failures), None)
@@ -290,7 +294,7 @@ class Worker:
             raise DeadlineExceeded(
                 f"the parameter server at {self._address} was not reached in {self._policy.patience_s:g} s: {failure}"
             ) from None
-        if isinstance(welcome, Refused):
+        if isinstance(welcome, RequestRefused):
             await line.close()
             raise PeerRefused(f"the parameter server at {self._address} refused us: {welcome.reason}", line.peer)
         self._line = line
@@ -303,17 +307,17 @@ class Worker:
             self._history, self.version = welcome.history, UNKNOWN
         return line
 
-    async def _connect(self) -> Line[Question, Answer]:
+    async def _connect(self) -> MessageConnection[WorkerRequest, ServerReply]:
         while not (address := self._address):  # it may be gone again by the time that we wake up
             await self.reachable.wait()
         channel = await self._host.connect(address, timeout_s=self.connect_timeout_s)
-        return Line(channel, self._host.clock, QUESTIONS, ANSWERS, silence_s=self._policy.silence_s)
+        return MessageConnection(channel, self._host.clock, QUESTIONS, ANSWERS, silence_s=self._policy.silence_s)
 
-    async def _introduce(self, line: Line[Question, Answer]) -> Welcome | Refused:
+    async def _introduce(self, line: MessageConnection[WorkerRequest, ServerReply]) -> JoinReply | RequestRefused:
         try:
             await line.send(self._join)
             heard = await line.recv(self._policy.silence_s)
-            if not isinstance(heard, Welcome | Refused):
+            if not isinstance(heard, JoinReply | RequestRefused):
                 raise RemoteProtocolError(f"{line.peer} greeted us with {heard}", line.peer)
         except BaseException:
             await line.close()
@@ -321,10 +325,10 @@ class Worker:
         return heard
 
     async def _leave(self, why: str) -> None:
-        """Send `Leave` if connected; otherwise the end of the connection tells the server."""
+        """Send `LeaveRequest` if connected; otherwise the end of the connection tells the server."""
         if self._line is not None:
             with suppress(ChannelError, DeadlineExceeded):
-                await self._line.send(Leave(why))
+                await self._line.send(LeaveRequest(why))
 
     async def _hang_up(self) -> None:
         if self._line is not None:

@@ -32,9 +32,9 @@ def _convex() -> Task:
 
 def _slopes() -> Task:
     """Gradients that do not depend on the model, to count what was learned."""
-    from hcsim.training.tasks.convex import Slopes
+    from hcsim.training.tasks.convex import LinearTask
 
-    return Slopes()
+    return LinearTask()
 
 
 def _shapes(name: str) -> Task:

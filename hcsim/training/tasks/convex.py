@@ -6,7 +6,7 @@ squared norm of all weights. The weights W are in blocks of features. With H = X
 W* = H⁻¹ XᵀY / n, solved in double precision, the loss is exactly L(W*) + ½ tr((W − W*)ᵀ H (W − W*)), so that
 the distance from the optimum is not lost in rounding.
 
-The gradients of `Slopes` do not depend on the model, so that the learned result can be added up by hand. The
+The gradients of `LinearTask` do not depend on the model, so that the learned result can be added up by hand. The
 loss of sample i is cᵢ·θ, so the gradient of a batch is the mean of its c, whatever the parameters are. A lost
 step is missing from the sum, and a step that counted twice is in it twice, however long ago it was.
 """
@@ -163,7 +163,7 @@ def _slopes() -> Array:
     return generator(3, "slopes").standard_normal((SLOPES_SAMPLES, _LAYOUT.length), np.float32)
 
 
-class Slopes:
+class LinearTask:
     """Gradients that do not depend on the model."""
 
     name = "slopes"
@@ -176,15 +176,15 @@ class Slopes:
     def fingerprint(self) -> str:
         return hashlib.sha256(_slopes().tobytes()).hexdigest()
 
-    def replica(self, seed: int, device: str = "cpu") -> SlopesReplica:
+    def replica(self, seed: int, device: str = "cpu") -> LinearReplica:
         """Return a model of zeros."""
-        return SlopesReplica()
+        return LinearReplica()
 
     def score(self, parameters: Flat) -> Score | None:
         return None
 
 
-class SlopesReplica:
+class LinearReplica:
     """One rank's copy of the parameters."""
 
     layout = _LAYOUT

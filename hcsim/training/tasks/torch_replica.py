@@ -28,7 +28,7 @@ Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 Array = npt.NDArray[np.float32]
 
 
-class Memory:
+class ReplicaMemory:
     """The flat arrays, for a device that computes in the host's memory."""
 
     def __init__(self, length: int) -> None:
@@ -45,7 +45,7 @@ class Memory:
         """Make the gradients that the device wrote in this range visible to the host."""
 
 
-class MirroredMemory(Memory):
+class MirroredMemory(ReplicaMemory):
     """The flat arrays on the host, and their mirror on a device with its own memory."""
 
     def __init__(self, length: int, device: torch.device) -> None:
@@ -65,15 +65,15 @@ class MirroredMemory(Memory):
         self.device_gradients[span].zero_()
 
 
-def memory_on(device: str, length: int) -> Memory:
-    return Memory(length) if device == "cpu" else MirroredMemory(length, torch.device(device))
+def memory_on(device: str, length: int) -> ReplicaMemory:
+    return ReplicaMemory(length) if device == "cpu" else MirroredMemory(length, torch.device(device))
 
 
 class TorchReplica:
     """One rank's copy of the model. The data are shared, and stay on the host."""
 
     def __init__(
-        self, modules: Sequence[nn.Module], loss: Loss, data: tuple[torch.Tensor, torch.Tensor], memory: Memory
+        self, modules: Sequence[nn.Module], loss: Loss, data: tuple[torch.Tensor, torch.Tensor], memory: ReplicaMemory
     ) -> None:
         compute_alike()
         self._layout = layout_of(modules)
@@ -197,7 +197,7 @@ def initial(seed: int, tensor: Tensor, gain: float) -> Array:
     return np.full(tensor.shape, 1 if tensor.name.endswith("weight") else 0, np.float32)
 
 
-def place(module: nn.Module, tensors: Sequence[Tensor], memory: Memory) -> None:
+def place(module: nn.Module, tensors: Sequence[Tensor], memory: ReplicaMemory) -> None:
     """Make the module's parameters views of the flat arrays."""
     for (name, _), tensor in zip(list(module.named_parameters()), tensors, strict=True):
         owner, _, leaf = name.rpartition(".")

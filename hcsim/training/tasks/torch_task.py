@@ -35,13 +35,13 @@ from hcsim.rng import generator
 from hcsim.runtime.channel import Phantom
 from hcsim.training.layout import Layout
 from hcsim.training.task import Block, Defaults, Flat, Score
-from hcsim.training.tasks.torch_replica import Memory, TorchReplica, compute_alike, layout_of, memory_on, place
+from hcsim.training.tasks.torch_replica import ReplicaMemory, TorchReplica, compute_alike, layout_of, memory_on, place
 
 SCORED_AT_ONCE = 512
 """Samples evaluated at once, so that memory is bounded."""
 
 
-class Data(msgspec.Struct, frozen=True):
+class Dataset(msgspec.Struct, frozen=True):
     """Samples and their labels."""
 
     inputs: torch.Tensor
@@ -51,7 +51,7 @@ class Data(msgspec.Struct, frozen=True):
         return hashlib.sha256(self.inputs.numpy().tobytes() + self.targets.numpy().tobytes()).digest()
 
 
-class Model(msgspec.Struct, frozen=True):
+class NetworkSpec(msgspec.Struct, frozen=True):
     """A network's factory."""
 
     modules: Callable[[], Sequence[nn.Module]]
@@ -65,7 +65,7 @@ class TorchTask:
 
     phantom = False
 
-    def __init__(self, name: str, model: Model, training: Data, held_out: Data, defaults: Defaults) -> None:
+    def __init__(self, name: str, model: NetworkSpec, training: Dataset, held_out: Dataset, defaults: Defaults) -> None:
         self.name = name
         self.defaults = defaults
         self.model = model
@@ -89,7 +89,7 @@ class TorchTask:
         replica.initialise(seed, self.model.gain)
         return replica
 
-    def replica_in(self, memory: Memory) -> TorchReplica:
+    def replica_in(self, memory: ReplicaMemory) -> TorchReplica:
         """Return a model over these arrays, with their present values."""
         data = (self.training.inputs, self.training.targets)
         return TorchReplica(self._on_meta(), cross_entropy, data, memory)
@@ -220,10 +220,10 @@ def digits() -> TorchTask:
     order = generator(SPLIT_SEED, "digits").permutation(len(found))
     images = (found[order, :-1].reshape(-1, 1, 8, 8) / 16).astype(np.float32)
     labels = found[order, -1].astype(np.int64)
-    held_out = Data(as_tensor(images[:HELD_OUT]), as_tensor(labels[:HELD_OUT]))
-    training = Data(as_tensor(images[HELD_OUT:]), as_tensor(labels[HELD_OUT:]))
+    held_out = Dataset(as_tensor(images[:HELD_OUT]), as_tensor(labels[:HELD_OUT]))
+    training = Dataset(as_tensor(images[HELD_OUT:]), as_tensor(labels[HELD_OUT:]))
     return TorchTask(
-        "digits", Model(digits_network, 2**0.5), training, held_out, Defaults(lr=0.05, momentum=0.9, batch=16)
+        "digits", NetworkSpec(digits_network, 2**0.5), training, held_out, Defaults(lr=0.05, momentum=0.9, batch=16)
     )
 
 
@@ -300,6 +300,6 @@ def text() -> TorchTask:
         head = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, len(alphabet)))
         return [Embedding(len(alphabet)), *(Layer() for _ in range(LAYERS)), head]
 
-    training = Data(as_tensor(inputs[:cut]), as_tensor(targets[:cut]))
-    held_out = Data(as_tensor(inputs[cut:]), as_tensor(targets[cut:]))
-    return TorchTask("text", Model(modules, 1.0), training, held_out, Defaults(lr=0.1, momentum=0.9, batch=8))
+    training = Dataset(as_tensor(inputs[:cut]), as_tensor(targets[:cut]))
+    held_out = Dataset(as_tensor(inputs[cut:]), as_tensor(targets[cut:]))
+    return TorchTask("text", NetworkSpec(modules, 1.0), training, held_out, Defaults(lr=0.1, momentum=0.9, batch=8))

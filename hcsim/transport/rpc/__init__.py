@@ -3,7 +3,7 @@
 - `references`: procedures with the types of their arguments and results, handles to values that stay with their
   owner, and values encoded as parcels (msgpack, with arrays beside it)
 - `messages`: the messages and their limits
-- `boxes`: the messages in transit, whose arrays are sent in pieces
+- `transfers`: the messages in transit, whose arrays are sent in pieces
 - `endpoint`: one end of a channel, with calls in both directions
 """
 
@@ -11,6 +11,6 @@ from __future__ import annotations
 
 from hcsim.transport.rpc.endpoint import Endpoint, serving_endpoint
 from hcsim.transport.rpc.messages import Limits
-from hcsim.transport.rpc.references import Procedure, Registry, RemoteRef
+from hcsim.transport.rpc.references import Procedure, ProcedureRegistry, RemoteRef
 
-__all__ = ["Endpoint", "Limits", "Procedure", "Registry", "RemoteRef", "serving_endpoint"]
+__all__ = ["Endpoint", "Limits", "Procedure", "ProcedureRegistry", "RemoteRef", "serving_endpoint"]

@@ -11,7 +11,7 @@ cancelled.
                                             ←   Result number, value; its arrays, or Failure number, kind, text
     Cancel number                           →   the task is cancelled; there is no answer
 
-Outgoing and incoming calls share a `Line`.
+Outgoing and incoming calls share a `RpcConnection`.
 """
 
 from __future__ import annotations
@@ -42,25 +42,24 @@ from hcsim.runtime.clock import disappoint, within
 from hcsim.runtime.frame import Header, Kind
 from hcsim.runtime.host import Host
 from hcsim.transport.messages import Requests, describe, revive
-from hcsim.transport.rpc.boxes import Inbox, Incoming, Outbox, Outgoing
 from hcsim.transport.rpc.messages import (
     MAX_DEPTH,
     OF_CALL,
     OF_RESULT,
     SCHEMA,
-    Call,
-    Cancel,
-    Failure,
+    CallFailure,
+    CallRequest,
+    CallResult,
+    CancelCall,
+    EncodedValue,
     Limits,
-    Parcel,
-    Release,
-    Result,
+    ReleaseReference,
 )
 from hcsim.transport.rpc.references import (
     Fetch,
     Procedure,
-    Refs,
-    Registry,
+    ProcedureRegistry,
+    ReferenceTable,
     RemoteRef,
     arrays_bytes,
     oversized,
@@ -68,9 +67,10 @@ from hcsim.transport.rpc.references import (
     unlend,
     unpack,
 )
+from hcsim.transport.rpc.transfers import Inbox, IncomingMessage, Outbox, OutgoingMessage
 
 
-class Line:
+class RpcConnection:
     """The state of a channel that calls in both directions share: messages in transit and lent values."""
 
     def __init__(self, host: Host, channel: Channel, limits: Limits, fetch: Fetch) -> None:
@@ -79,10 +79,10 @@ class Line:
         self.limits = limits
         self.ended: asyncio.Future[HcsimError] = asyncio.get_running_loop().create_future()
         """Done, with the reason, when the channel has ended."""
-        self.refs = Refs(channel.peer, limits.max_refs, self._dropped, fetch)
+        self.refs = ReferenceTable(channel.peer, limits.max_refs, self._dropped, fetch)
         self.inbox = Inbox(channel.peer, lambda key: self.known(*key))
         self.outbox = Outbox(channel)
-        self.requests: Requests[Pending] = Requests()
+        self.requests: Requests[OutgoingCall] = Requests()
         """The outgoing calls."""
         self.last_call = 0
         """The number of the peer's last call."""
@@ -101,7 +101,7 @@ class Line:
         if not right:
             raise RemoteProtocolError(f"{self.peer} {otherwise}", self.channel.peer)
 
-    def too_much(self, parcel: Parcel) -> str:
+    def too_much(self, parcel: EncodedValue) -> str:
         """Return the reason to reject a parcel because of its size, or an empty string."""
         objection = oversized(parcel, self.limits)
         if not objection and self.inbox.held_bytes + arrays_bytes(parcel) > self.limits.max_held_bytes:
@@ -117,24 +117,24 @@ class Line:
     def _dropped(self, number: int, times: int) -> None:
         """Release a reference of the peer that Python has freed, possibly in the middle of other code."""
         with suppress(RuntimeError):  # the loop has ended, and so has the channel
-            asyncio.get_running_loop().call_soon(self.outbox.put, Outgoing(Release(number, times)))
+            asyncio.get_running_loop().call_soon(self.outbox.put, OutgoingMessage(ReleaseReference(number, times)))
 
 
 SHORTEST_S = 1e-9
 
 
-class Pending:
+class OutgoingCall:
     """A call that waits for its answer."""
 
-    def __init__(self, procedure: Procedure[Any], answer: asyncio.Future[Incoming | Failure]) -> None:
+    def __init__(self, procedure: Procedure[Any], answer: asyncio.Future[IncomingMessage | CallFailure]) -> None:
         self.procedure = procedure
         self.answer = answer
 
 
-class Calling:
+class CallClient:
     """The outgoing calls over one channel."""
 
-    def __init__(self, line: Line, registry: Registry) -> None:
+    def __init__(self, line: RpcConnection, registry: ProcedureRegistry) -> None:
         self._line = line
         self._errors = registry.errors
         self._slots = asyncio.Semaphore(line.limits.max_calls)
@@ -162,10 +162,10 @@ class Calling:
         packed = pack(args, line.refs, line.limits)
         number = line.requests.number()
         left_s = None if until_s is None else max(until_s - line.host.clock.elapsed(), SHORTEST_S)
-        asked = Call(number, procedure.name, packed.parcel, left_s, depth)
-        outgoing = Outgoing(asked, OF_CALL, packed.arrays, line.limits.segment_bytes)
-        answer: asyncio.Future[Incoming | Failure] = asyncio.get_running_loop().create_future()
-        line.requests.add(number, Pending(procedure, answer))
+        asked = CallRequest(number, procedure.name, packed.parcel, left_s, depth)
+        outgoing = OutgoingMessage(asked, OF_CALL, packed.arrays, line.limits.segment_bytes)
+        answer: asyncio.Future[IncomingMessage | CallFailure] = asyncio.get_running_loop().create_future()
+        line.requests.add(number, OutgoingCall(procedure, answer))
         line.outbox.put(outgoing)
         try:
             return await self._value(number, procedure, answer)
@@ -176,12 +176,14 @@ class Calling:
             if not outgoing.begun:
                 unlend(packed.parcel.loans, line.refs)
             elif unfinished and not line.ended.done():
-                line.outbox.put(Outgoing(Cancel(number)))
+                line.outbox.put(OutgoingMessage(CancelCall(number)))
 
-    async def _value(self, number: int, procedure: Procedure[Any], answer: asyncio.Future[Incoming | Failure]) -> Any:
+    async def _value(
+        self, number: int, procedure: Procedure[Any], answer: asyncio.Future[IncomingMessage | CallFailure]
+    ) -> Any:
         line = self._line
         answered = await answer
-        if isinstance(answered, Failure):
+        if isinstance(answered, CallFailure):
             error = revive(answered.kind, answered.text, self._errors)
             text = f"{procedure.name} failed at {line.peer}: {answered.kind}: {answered.text}"
             raise error or RemoteError(text, answered.kind)
@@ -197,20 +199,20 @@ class Calling:
                 f"{procedure.name} at {line.peer} returned something else than it is known for: {error}", line.peer
             ) from None
 
-    def answered(self, message: Result | Failure) -> None:
+    def answered(self, message: CallResult | CallFailure) -> None:
         """Process an answer; the arrays of a result follow."""
         line, number = self._line, message.number
         line.expect(line.known(OF_RESULT, number), "answered a call that we did not make")
-        taken = line.refs.take(message.parcel) if isinstance(message, Result) else {}
+        taken = line.refs.take(message.parcel) if isinstance(message, CallResult) else {}
         pending = line.requests.get(number)
         if pending is None or pending.answer.done():
             return  # we gave up on it
-        if isinstance(message, Result):
+        if isinstance(message, CallResult):
             objection = line.too_much(message.parcel)
             if not objection:
                 pending.answer.set_result(line.inbox.announce((OF_RESULT, number), message.parcel, taken))
                 return
-            message = Failure(number, CallRefused.__name__, f"the result is refused: {objection}")
+            message = CallFailure(number, CallRefused.__name__, f"the result is refused: {objection}")
         line.requests.take(number)
         pending.answer.set_result(message)
 
@@ -228,10 +230,10 @@ def of_any_type(name: str) -> Procedure[Any]:
 FETCH: Procedure[Any] = Procedure("ref.fetch", {"ref": RemoteRef}, Any)
 
 
-class Served:
+class IncomingCall:
     """An incoming call that is being served."""
 
-    def __init__(self, endpoint: Endpoint, call: Call, until_s: float | None) -> None:
+    def __init__(self, endpoint: Endpoint, call: CallRequest, until_s: float | None) -> None:
         self.endpoint = endpoint
         self.call = call
         self.until_s = until_s
@@ -240,10 +242,10 @@ class Served:
         self.over = False
 
 
-_BEING_SERVED: ContextVar[Served] = ContextVar("being_served")
+_BEING_SERVED: ContextVar[IncomingCall] = ContextVar("being_served")
 
 
-def being_served() -> Served | None:
+def being_served() -> IncomingCall | None:
     """Return the call that this task is serving, or None."""
     served = _BEING_SERVED.get(None)
     return None if served is None or served.over else served
@@ -257,16 +259,16 @@ def serving_endpoint() -> Endpoint:
     return served.endpoint
 
 
-class Serving:
+class CallServer:
     """The incoming calls over one channel."""
 
-    def __init__(self, endpoint: Endpoint, line: Line, registry: Registry) -> None:
+    def __init__(self, endpoint: Endpoint, line: RpcConnection, registry: ProcedureRegistry) -> None:
         self._endpoint = endpoint
         self._line = line
         self._registry = registry
-        self.under_way: dict[int, tuple[Served, asyncio.Task[None]]] = {}
+        self.under_way: dict[int, tuple[IncomingCall, asyncio.Task[None]]] = {}
 
-    def called(self, call: Call) -> None:
+    def called(self, call: CallRequest) -> None:
         """Start to serve a call, or reject it."""
         line = self._line
         line.expect(call.number > line.last_call, "used the number of a call twice")
@@ -275,11 +277,11 @@ class Serving:
         taken = line.refs.take(call.parcel)
         objection = self._objection(call)
         if objection:
-            line.outbox.put(Outgoing(Failure(call.number, CallRefused.__name__, objection)))
+            line.outbox.put(OutgoingMessage(CallFailure(call.number, CallRefused.__name__, objection)))
             return
         incoming = line.inbox.announce((OF_CALL, call.number), call.parcel, taken)
         until_s = None if call.deadline_s is None else line.host.clock.elapsed() + call.deadline_s
-        served = Served(self._endpoint, call, until_s)
+        served = IncomingCall(self._endpoint, call, until_s)
         task = line.host.spawn(self._serve(served, incoming), name=f"{call.name} for {line.channel.peer}")
         self.under_way[call.number] = (served, task)
         task.add_done_callback(lambda _: self._done(served))
@@ -300,7 +302,7 @@ class Serving:
             if task is not here:
                 task.cancel()
 
-    def _objection(self, call: Call) -> str:
+    def _objection(self, call: CallRequest) -> str:
         if call.name != FETCH.name and self._registry.find(call.name) is None:
             return f"there is no function {call.name!r} to be called here"
         if call.depth > MAX_DEPTH:
@@ -310,20 +312,20 @@ class Serving:
         objection = self._line.too_much(call.parcel)
         return f"{call.name}: {objection}" if objection else ""
 
-    async def _serve(self, served: Served, incoming: Incoming) -> None:
+    async def _serve(self, served: IncomingCall, incoming: IncomingMessage) -> None:
         call, outbox = served.call, self._line.outbox
         _BEING_SERVED.set(served)
         try:
             outgoing = self._result(call, await self._value(call, incoming))
         except asyncio.CancelledError:
             if not served.unwanted and not self._line.ended.done():
-                outbox.put(Outgoing(Failure(call.number, "CancelledError", f"{call.name} was cancelled")))
+                outbox.put(OutgoingMessage(CallFailure(call.number, "CancelledError", f"{call.name} was cancelled")))
             raise
         except Exception as error:
-            outgoing = Outgoing(Failure(call.number, *describe(error)))
+            outgoing = OutgoingMessage(CallFailure(call.number, *describe(error)))
         outbox.put(outgoing)
 
-    async def _value(self, call: Call, incoming: Incoming) -> Any:
+    async def _value(self, call: CallRequest, incoming: IncomingMessage) -> Any:
         late = f"{call.name} did not end within {call.deadline_s or 0:.3g} s"
         async with within(self._line.host.clock, call.deadline_s, late):
             await incoming.complete
@@ -332,7 +334,7 @@ class Serving:
             value = function(*_arguments(procedure, incoming))
             return await value if inspect.isawaitable(value) else value
 
-    def _result(self, call: Call, value: Any) -> Outgoing:
+    def _result(self, call: CallRequest, value: Any) -> OutgoingMessage:
         line = self._line
         try:
             packed = pack(value, line.refs, line.limits)
@@ -341,16 +343,16 @@ class Serving:
         if line.outbox.results_bytes + arrays_bytes(packed.parcel) > line.limits.max_held_bytes:
             unlend(packed.parcel.loans, line.refs)
             raise CallRefused(f"what {call.name} returned is not sent: too much of what we returned waits to be read")
-        result = Result(call.number, packed.parcel)
-        return Outgoing(result, OF_RESULT, packed.arrays, line.limits.segment_bytes, value)
+        result = CallResult(call.number, packed.parcel)
+        return OutgoingMessage(result, OF_RESULT, packed.arrays, line.limits.segment_bytes, value)
 
-    def _done(self, served: Served) -> None:
+    def _done(self, served: IncomingCall) -> None:
         served.over = True
         self.under_way.pop(served.call.number, None)
         self._line.inbox.forget((OF_CALL, served.call.number))
 
 
-def _arguments(procedure: Procedure[Any], incoming: Incoming) -> tuple[Any, ...]:
+def _arguments(procedure: Procedure[Any], incoming: IncomingMessage) -> tuple[Any, ...]:
     try:
         read = unpack(incoming.parcel, incoming.arrays, incoming.taken, procedure.arguments)
     except (*UNDECODABLE, CallRefused) as error:
@@ -369,13 +371,13 @@ class Endpoint:
     """One end of a channel, which it owns, for calls in both directions."""
 
     def __init__(
-        self, host: Host, channel: Channel, registry: Registry | None = None, limits: Limits | None = None
+        self, host: Host, channel: Channel, registry: ProcedureRegistry | None = None, limits: Limits | None = None
     ) -> None:
         self.channel = channel
-        registry = registry or Registry()
-        self._line = Line(host, channel, limits or Limits(), self._fetch)
-        self._calling = Calling(self._line, registry)
-        self._serving = Serving(self, self._line, registry)
+        registry = registry or ProcedureRegistry()
+        self._line = RpcConnection(host, channel, limits or Limits(), self._fetch)
+        self._calling = CallClient(self._line, registry)
+        self._serving = CallServer(self, self._line, registry)
         channel.limit(self._line.limits.max_frame_bytes)
         self._tasks = [
             host.spawn(self._receive(), name=f"receive calls from {channel.peer}"),
@@ -471,13 +473,13 @@ class Endpoint:
             self._line.inbox.landed(header)
             return
         match SCHEMA.framed(header, payload, self.channel.peer):
-            case Call() as call:
+            case CallRequest() as call:
                 self._serving.called(call)
-            case Result() | Failure() as answer:
+            case CallResult() | CallFailure() as answer:
                 self._calling.answered(answer)
-            case Cancel(number):
+            case CancelCall(number):
                 self._serving.cancelled(number)
-            case Release(number, times):
+            case ReleaseReference(number, times):
                 self._line.refs.released(number, times)
 
     def _end(self, error: HcsimError) -> None:

@@ -87,44 +87,44 @@ class ArraySpec(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
     shape: Annotated[tuple[Size, ...], Meta(max_length=32)]
 
 
-class Loan(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class ReferenceSpec(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """A value that stays with the sender: its number and its type name."""
 
     number: Number
     kind: Annotated[str, Meta(max_length=128)]
 
 
-class Parcel(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class EncodedValue(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Arguments or a result: msgpack, in which arrays and references are numbers."""
 
     body: bytes
     arrays: tuple[ArraySpec, ...] = ()
-    loans: tuple[Loan, ...] = ()
+    loans: tuple[ReferenceSpec, ...] = ()
     """The sender's values that it refers to."""
     back: tuple[Number, ...] = ()
     """The receiver's values that it refers to; they must not be released before the body is decoded."""
 
 
-class Call(msgspec.Struct, frozen=True, tag="call"):
+class CallRequest(msgspec.Struct, frozen=True, tag="call"):
     """A call of a function."""
 
     number: Number
     name: Annotated[str, Meta(max_length=256)]
-    parcel: Parcel
+    parcel: EncodedValue
     deadline_s: Annotated[float, Meta(gt=0)] | None = None
     """How long the work may take from now on. It is a duration, since clocks differ."""
     depth: Annotated[int, Meta(ge=0)] = 0
     """The number of enclosing calls that wait for this one."""
 
 
-class Result(msgspec.Struct, frozen=True, tag="result"):
+class CallResult(msgspec.Struct, frozen=True, tag="result"):
     """The return value of a call."""
 
     number: Number
-    parcel: Parcel
+    parcel: EncodedValue
 
 
-class Failure(msgspec.Struct, frozen=True, tag="failure"):
+class CallFailure(msgspec.Struct, frozen=True, tag="failure"):
     """The error or the refusal of a call."""
 
     number: Number
@@ -132,21 +132,21 @@ class Failure(msgspec.Struct, frozen=True, tag="failure"):
     text: str
 
 
-class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
+class CancelCall(msgspec.Struct, frozen=True, tag="cancel"):
     """The caller has given up waiting for the answer."""
 
     number: Number
 
 
-class Release(msgspec.Struct, frozen=True, tag="release"):
+class ReleaseReference(msgspec.Struct, frozen=True, tag="release"):
     """The sender has dropped a reference that was sent to it `times` times."""
 
     number: Number
     times: Number
 
 
-Message: TypeAlias = Call | Result | Failure | Cancel | Release
-SCHEMA: Schema[Message] = Schema(Message)
+RpcMessage: TypeAlias = CallRequest | CallResult | CallFailure | CancelCall | ReleaseReference
+SCHEMA: Schema[RpcMessage] = Schema(RpcMessage)
 
 OUR_ERRORS: dict[str, type[HcsimError]] = {
     error.__name__: error

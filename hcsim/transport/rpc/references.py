@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hcsim.errors import CallRefused, HcsimError, RemoteProtocolError, UsageError
-from hcsim.transport.rpc.messages import OUR_ERRORS, ArraySpec, Limits, Loan, Parcel
+from hcsim.transport.rpc.messages import OUR_ERRORS, ArraySpec, EncodedValue, Limits, ReferenceSpec
 
 R = TypeVar("R")
 
@@ -68,7 +68,7 @@ class Procedure(Generic[R]):
         return f"<procedure {self.name}>"
 
 
-class Registry:
+class ProcedureRegistry:
     """The functions that a peer may call, and the error classes that are sent by name.
 
     An array that a function returns is not copied, and must not be changed before it has been sent."""
@@ -106,7 +106,7 @@ class RemoteRef(Generic[T]):
 
     __slots__ = ("__weakref__", "_book", "_type", "_value", "kind", "number")
 
-    def __init__(self, kind: str, value: T | None = None, book: Refs | None = None, number: int = 0) -> None:
+    def __init__(self, kind: str, value: T | None = None, book: ReferenceTable | None = None, number: int = 0) -> None:
         self.kind = kind
         self.number = number
         self._value = value
@@ -150,7 +150,7 @@ class RemoteRef(Generic[T]):
         return self
 
 
-class Refs:
+class ReferenceTable:
     """The values lent over one channel, in both directions."""
 
     def __init__(
@@ -179,11 +179,11 @@ class Refs:
 
     # Sending.
 
-    def pack(self, ref: RemoteRef[Any], loans: list[Loan], back: list[int]) -> bytes:
+    def pack(self, ref: RemoteRef[Any], loans: list[ReferenceSpec], back: list[int]) -> bytes:
         """Encode a handle; append to `loans` if the value is local, or to `back` if it is the peer's."""
         if ref.is_ours:
             number = self._lend(ref)
-            loans.append(Loan(number, ref.kind))
+            loans.append(ReferenceSpec(number, ref.kind))
             return msgspec.msgpack.encode((OURS, number))
         if ref._book is not self or self._closed:
             raise UsageError(f"{ref!r} cannot be sent to {self.peer}: it came over another channel, or that has ended")
@@ -214,13 +214,13 @@ class Refs:
 
     # Receiving.
 
-    def take(self, parcel: Parcel) -> Handles:
+    def take(self, parcel: EncodedValue) -> Handles:
         """Hold the references in a parcel; they are released when the returned handles are dropped."""
         lent = {(OURS, loan.number): self._hold(loan) for loan in parcel.loans}
         back = {(YOURS, number): self._lent[number] for number in parcel.back if number in self._lent}
         return {**lent, **back}
 
-    def _hold(self, loan: Loan) -> RemoteRef[Any]:
+    def _hold(self, loan: ReferenceSpec) -> RemoteRef[Any]:
         ref = self._held.get(loan.number)
         if ref is None:
             ref = self._held[loan.number] = RemoteRef(loan.kind, book=self, number=loan.number)
@@ -272,19 +272,19 @@ DTYPES: dict[str, np.dtype[Any]] = {
 """The dtypes of arrays that can be sent."""
 
 
-class Packed:
+class PackedValue:
     """A parcel and the bytes of its arrays."""
 
-    def __init__(self, parcel: Parcel, arrays: Sequence[memoryview]) -> None:
+    def __init__(self, parcel: EncodedValue, arrays: Sequence[memoryview]) -> None:
         self.parcel = parcel
         self.arrays = arrays
 
 
-def pack(value: Any, refs: Refs, limits: Limits) -> Packed:
+def pack(value: Any, refs: ReferenceTable, limits: Limits) -> PackedValue:
     """Encode a value as a parcel. Raises `UsageError` if it cannot be sent; then no value stays lent."""
     arrays: list[NDArray[Any]] = []
     specs: list[ArraySpec] = []
-    loans: list[Loan] = []
+    loans: list[ReferenceSpec] = []
     back: list[int] = []
 
     def hook(part: Any) -> Any:
@@ -299,23 +299,23 @@ def pack(value: Any, refs: Refs, limits: Limits) -> Packed:
         raise UsageError(f"a {type(part).__name__} cannot be sent")
 
     try:
-        parcel = Parcel(msgspec.msgpack.encode(value, enc_hook=hook), tuple(specs), tuple(loans), tuple(back))
+        parcel = EncodedValue(msgspec.msgpack.encode(value, enc_hook=hook), tuple(specs), tuple(loans), tuple(back))
         objection = oversized(parcel, limits)
         if objection:
             raise UsageError(objection)
     except (UsageError, TypeError, ValueError, OverflowError, RecursionError) as error:
         unlend(loans, refs)
         raise error if isinstance(error, UsageError) else UsageError(f"this cannot be sent: {error}") from None
-    return Packed(parcel, [_bytes_of(array) for array in arrays])
+    return PackedValue(parcel, [_bytes_of(array) for array in arrays])
 
 
-def unlend(loans: Sequence[Loan], refs: Refs) -> None:
+def unlend(loans: Sequence[ReferenceSpec], refs: ReferenceTable) -> None:
     """Take back loans that have not been sent."""
     for loan in loans:
         refs.released(loan.number, 1)
 
 
-def oversized(parcel: Parcel, limits: Limits) -> str:
+def oversized(parcel: EncodedValue, limits: Limits) -> str:
     """Return the reason why a parcel exceeds the limits, or an empty string."""
     if len(parcel.body) > limits.max_body_bytes:
         return (
@@ -332,11 +332,11 @@ def oversized(parcel: Parcel, limits: Limits) -> str:
     return f"arrays of {unknown[0]!r} are not known here" if unknown else ""
 
 
-def arrays_bytes(parcel: Parcel) -> int:
+def arrays_bytes(parcel: EncodedValue) -> int:
     return sum(math.prod(spec.shape) * DTYPES[spec.dtype].itemsize for spec in parcel.arrays if spec.dtype in DTYPES)
 
 
-def unpack(parcel: Parcel, arrays: Sequence[NDArray[Any]], taken: Handles, kind: Any) -> Any:
+def unpack(parcel: EncodedValue, arrays: Sequence[NDArray[Any]], taken: Handles, kind: Any) -> Any:
     """Decode the value in a parcel as that type."""
 
     def extension(code: int, data: memoryview) -> Any:

@@ -17,7 +17,7 @@ from hcsim.runtime.frame import HEADER_BYTES, Header, Kind
 from hcsim.virtual.channel import NO_FRAME_BYTES, Undecodable, VirtualChannel
 from hcsim.virtual.faults.apply import FaultProcess, apply, draws, lasting, note
 from hcsim.virtual.host import Surroundings
-from hcsim.virtual.wiring import FLIP, Frame
+from hcsim.virtual.host_network import FLIP, Frame
 
 
 @apply.register(FlippedBit)

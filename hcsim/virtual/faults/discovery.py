@@ -10,7 +10,7 @@ from hcsim.virtual.environment import NS
 from hcsim.virtual.faults.apply import FaultProcess, apply, draws, lasting, note, prepare
 from hcsim.virtual.faults.node import bring_back, die, will_return
 from hcsim.virtual.host import NO_NODES, Surroundings, VirtualHost
-from hcsim.virtual.lan import LOST, PASSES, Datagram, Rule
+from hcsim.virtual.lan import LOST, PASSES, Datagram, DatagramRule
 
 ID_BYTES = 32
 """The size of a node id and of a namespace."""
@@ -63,7 +63,7 @@ def hide(fault: OneWayVisibility, world: Surroundings) -> FaultProcess:
     yield from _have_rule(world, rule, fault.duration_s)
 
 
-def _have_rule(world: Surroundings, rule: Rule, duration_s: float | None) -> FaultProcess:
+def _have_rule(world: Surroundings, rule: DatagramRule, duration_s: float | None) -> FaultProcess:
     world.datagrams.add(rule)
     yield from lasting(world, duration_s)
     note(world, "clear", "datagrams")

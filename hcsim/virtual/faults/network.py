@@ -20,8 +20,8 @@ from hcsim.config import (
 from hcsim.virtual.environment import NS
 from hcsim.virtual.faults.apply import FaultProcess, apply, lasting, note
 from hcsim.virtual.host import Surroundings
+from hcsim.virtual.host_network import MediumChange
 from hcsim.virtual.stream import NEVER_NS
-from hcsim.virtual.wiring import Change
 
 
 @apply.register(Partition)
@@ -114,7 +114,7 @@ def _drop(world: Surroundings, node: str, medium: str) -> None:
             channel.lose(f"{node} has left {medium}", answers=False)
 
 
-def _change(world: Surroundings, change: Change, duration_s: float | None) -> FaultProcess:
+def _change(world: Surroundings, change: MediumChange, duration_s: float | None) -> FaultProcess:
     world.wiring.change(change)
     yield from lasting(world, duration_s)
     note(world, "restore", repr(change))

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import pytest
 
-from hcsim.cluster.coordinator import Coordinator, Policy, Worker
+from hcsim.cluster.coordinator import Coordinator, CoordinatorClient, CoordinatorPolicy
 from hcsim.runtime.channel import Listener
 from hcsim.runtime.host import Host
 from tests.conftest import free_addresses
@@ -33,7 +33,7 @@ class _Stage:
         self.notes: list[str] = []
         self._listener: Listener | None = None
 
-    async def coordinator(self, policy: Policy) -> Coordinator:
+    async def coordinator(self, policy: CoordinatorPolicy) -> Coordinator:
         host = self.hosts["hub"]
         self._listener = await host.listen(self.addresses["hub"])
         made = Coordinator(host, policy, note=self.notes.append)
@@ -45,9 +45,9 @@ class _Stage:
         assert self._listener is not None
         await self._listener.close()
 
-    async def join(self, host: str, name: str = "", **options: Any) -> Worker:
+    async def join(self, host: str, name: str = "", **options: Any) -> CoordinatorClient:
         where = self.hosts[host]
-        return await Worker.join(where, self.addresses["hub"], name or host, self.addresses[host], **options)
+        return await CoordinatorClient.join(where, self.addresses["hub"], name or host, self.addresses[host], **options)
 
     async def kill(self, name: str) -> None:
         raise NotImplementedError

@@ -8,7 +8,7 @@ import shutil
 import numpy as np
 import pytest
 
-from hcsim.cluster.coordinator import Coordinator, Policy, Roster, Worker
+from hcsim.cluster.coordinator import Coordinator, CoordinatorClient, CoordinatorPolicy, GenerationRoster
 from hcsim.collectives.group import Group
 from hcsim.collectives.select import Options
 from hcsim.config import Pause, Reset
@@ -28,21 +28,21 @@ from tests.cluster.coordinator.conftest import run_virtual
 NAMES = ["hub", "w0", "w1", "w2", "w3"]
 
 
-def quick(workers: int, **changes) -> Policy:
-    return Policy(**{"workers": workers, "heartbeat_s": 0.05, "silence_s": 0.4, **changes})
+def quick(workers: int, **changes) -> CoordinatorPolicy:
+    return CoordinatorPolicy(**{"workers": workers, "heartbeat_s": 0.05, "silence_s": 0.4, **changes})
 
 
 async def together(*waiting):
     return await asyncio.gather(*waiting)
 
 
-async def shut(stage, coordinator, *workers: Worker) -> None:
+async def shut(stage, coordinator, *workers: CoordinatorClient) -> None:
     for worker in workers:
         await worker.close()
     await stage.stop(coordinator)
 
 
-async def summed(worker: Worker, roster: Roster, value: float) -> np.ndarray:
+async def summed(worker: CoordinatorClient, roster: GenerationRoster, value: float) -> np.ndarray:
     """An all-reduce among the generation."""
     options = Options(timeout_s=20.0)
     async with await Group.open(worker.host, roster.membership(worker.name), options) as group:
@@ -73,7 +73,7 @@ def test_four_workers_sum_and_three_go_on_when_one_dies(staged):
         coordinator = await stage.coordinator(quick(4, least=3))
         workers = await together(*(stage.join(name) for name in NAMES[1:]))
 
-        async def work(worker: Worker) -> tuple[int, float]:
+        async def work(worker: CoordinatorClient) -> tuple[int, float]:
             done = (0, 0.0)
             for _ in range(10):
                 roster = await worker.ready()
@@ -102,12 +102,14 @@ def test_four_workers_sum_and_three_go_on_when_one_dies(staged):
     staged(NAMES, body)
 
 
-async def wait_for_ever(worker: Worker) -> None:
+async def wait_for_ever(worker: CoordinatorClient) -> None:
     while True:
         await worker.host.clock.sleep(1.0)
 
 
-async def one_left_behind(stage, policy: Policy) -> tuple[Coordinator, list[Worker], list[Roster]]:
+async def one_left_behind(
+    stage, policy: CoordinatorPolicy
+) -> tuple[Coordinator, list[CoordinatorClient], list[GenerationRoster]]:
     """Three workers, of which the first does not ask for the second generation, and the list of that."""
     coordinator = await stage.coordinator(policy)
     workers = await together(*(stage.join(name) for name in NAMES[1:4]))
@@ -244,7 +246,7 @@ def test_who_leaves_is_let_go_when_the_others_know(staged):
         workers = [await stage.join(name) for name in NAMES[1:4]]
         first = await together(*(worker.ready() for worker in workers))
 
-        async def go_on(worker: Worker) -> Roster:
+        async def go_on(worker: CoordinatorClient) -> GenerationRoster:
             with pytest.raises(WorkerLost, match=r"w0 .* leaves"):
                 await worker.during(first[0], wait_for_ever(worker))
             return await worker.ready()
@@ -375,7 +377,7 @@ def test_a_worker_that_was_stuck_comes_back_under_its_rank():
         assert rosters[0].generation > alone.generation
         await shut(stage, coordinator, *workers)
 
-    async def _over(worker: Worker, roster: Roster) -> str:
+    async def _over(worker: CoordinatorClient, roster: GenerationRoster) -> str:
         with pytest.raises(WorkerLost) as caught:
             await worker.during(roster, wait_for_ever(worker))
         return str(caught.value)
@@ -397,8 +399,8 @@ def test_a_coordinator_that_cannot_write_tells_people_and_goes_on_when_it_can(tm
             listener = await hub.listen("127.0.0.1:0")
             coordinator = Coordinator(hub, quick(2, least=1), note=notes.put_nowait)
             coordinator.open(listener)
-            first = await Worker.join(one, listener.address, "w0", "127.0.0.1:1")
-            second = await Worker.join(other, listener.address, "w1", "127.0.0.1:2")
+            first = await CoordinatorClient.join(one, listener.address, "w0", "127.0.0.1:1")
+            second = await CoordinatorClient.join(other, listener.address, "w1", "127.0.0.1:2")
             await together(first.ready(), second.ready())
             asking = one.spawn(first.ready(), name="ready")
             await noted("generation 1 is over")
@@ -406,7 +408,7 @@ def test_a_coordinator_that_cannot_write_tells_people_and_goes_on_when_it_can(tm
             await second.close()
             await noted("cannot be written")
             with pytest.raises(CallRefused, match="cannot remember anybody now"):
-                await Worker.join(other, listener.address, "w2", "127.0.0.1:3", patience_s=0.1)
+                await CoordinatorClient.join(other, listener.address, "w2", "127.0.0.1:3", patience_s=0.1)
             assert not asking.done()
             folder.mkdir()
             assert [peer.worker for peer in (await asking).peers] == ["w0"]
@@ -427,8 +429,8 @@ def test_answers_that_nobody_waits_for_do_not_pile_up_while_nothing_can_be_writt
             listener = await hub.listen("127.0.0.1:0")
             coordinator = Coordinator(hub, quick(2, silence_s=20.0))
             coordinator.open(listener)
-            first = await Worker.join(one, listener.address, "w0", "127.0.0.1:1")
-            second = await Worker.join(other, listener.address, "w1", "127.0.0.1:2")
+            first = await CoordinatorClient.join(one, listener.address, "w0", "127.0.0.1:1")
+            second = await CoordinatorClient.join(other, listener.address, "w1", "127.0.0.1:2")
             with monkeypatch.context() as broken:
                 broken.setattr(hub.store, "save", full)
                 asking = [host.spawn(worker.ready(), name="ready") for host, worker in ((one, first), (other, second))]
@@ -463,7 +465,7 @@ def test_a_coordinator_whose_people_cannot_be_told_goes_on():
             listener = await hub.listen("127.0.0.1:0")
             coordinator = Coordinator(hub, quick(1, silence_s=20.0), note=note)
             coordinator.open(listener)
-            worker = await Worker.join(one, listener.address, "w0", "127.0.0.1:1")
+            worker = await CoordinatorClient.join(one, listener.address, "w0", "127.0.0.1:1")
             roster = await worker.ready()
             deaf = True
             async with asyncio.timeout(10):

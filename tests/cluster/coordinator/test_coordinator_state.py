@@ -9,10 +9,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from hcsim.cluster.coordinator import Policy, Roster
+from hcsim.cluster.coordinator import CoordinatorPolicy, GenerationRoster
 from hcsim.cluster.coordinator.messages import Register
-from hcsim.cluster.coordinator.rounds import Answer, Effect, Kept, Tell
-from hcsim.cluster.coordinator.state import TRANSITIONS, Stage, State, Turn
+from hcsim.cluster.coordinator.rounds import CoordinatorEffect, NotifyWorker, PersistedState, ResolveCall
+from hcsim.cluster.coordinator.state import TRANSITIONS, CoordinatorState, StageEvent, WorkerStage
 from hcsim.errors import CallRefused, ConfigError, HcsimError
 
 names = st.sampled_from(["a", "b", "c", "d", "e"])
@@ -24,25 +24,25 @@ class Coordinated(RuleBasedStateMachine):
     @initialize(workers=st.integers(1, 4), least=st.integers(1, 4))
     def begin(self, workers: int, least: int) -> None:
         self.now = 100.0
-        policy = Policy(
+        policy = CoordinatorPolicy(
             workers=workers, least=min(workers, least), heartbeat_s=1.0, silence_s=5.0, form_s=20.0, leave_s=3.0
         )
-        self.state = State(policy, "test", Kept(), self.now)
+        self.state = CoordinatorState(policy, "test", PersistedState(), self.now)
         self.lives: dict[str, Register] = {}
-        self.answers: dict[int, Answer] = {}
+        self.answers: dict[int, ResolveCall] = {}
         self.questions = 0
-        self.formed: list[Roster] = []
+        self.formed: list[GenerationRoster] = []
         self.told: dict[str, int] = {}
 
-    def do(self, effects: list[Effect]) -> None:
+    def do(self, effects: list[CoordinatorEffect]) -> None:
         for effect in effects:
-            if isinstance(effect, Answer):
+            if isinstance(effect, ResolveCall):
                 assert effect.question not in self.answers, "a question is answered once"
                 self.answers[effect.question] = effect
-                if isinstance(effect.value, Roster) and effect.value not in self.formed:
+                if isinstance(effect.value, GenerationRoster) and effect.value not in self.formed:
                     assert not self.formed or effect.value.generation > self.formed[-1].generation
                     self.formed.append(effect.value)
-            elif isinstance(effect, Tell) and effect.notice.over:
+            elif isinstance(effect, NotifyWorker) and effect.notice.over:
                 self.told[effect.worker] = effect.notice.generation
 
     def ask(self, event: Any) -> int:
@@ -50,7 +50,7 @@ class Coordinated(RuleBasedStateMachine):
         try:
             self.do(event(self.questions))
         except HcsimError as error:
-            self.answers[self.questions] = Answer(self.questions, error=error)
+            self.answers[self.questions] = ResolveCall(self.questions, error=error)
         return self.questions
 
     def who(self, name: str) -> Register:
@@ -97,7 +97,7 @@ class Coordinated(RuleBasedStateMachine):
     @rule(question=st.integers(1, 40))
     def give_up(self, question: int) -> None:
         if question <= self.questions and question not in self.answers:
-            self.answers[question] = Answer(question)
+            self.answers[question] = ResolveCall(question)
             self.state.gave_up(question)
 
     @rule(name=names)
@@ -124,7 +124,7 @@ class Coordinated(RuleBasedStateMachine):
         if hasattr(self, "state"):
             members = [peer.worker for peer in self.state.roster.peers] if self.state.roster else []
             for name, entry in self.state.workers.items():
-                if entry.stage is Stage.WORKING and name not in members:
+                if entry.stage is WorkerStage.WORKING and name not in members:
                     assert name in self.told
 
     def teardown(self) -> None:
@@ -159,48 +159,48 @@ TestCoordinated.settings = settings(max_examples=150, stateful_step_count=40)
 
 
 def test_every_stage_but_the_last_can_end():
-    for stage in Stage:
-        ways = [turn for turn in Turn if (stage, turn) in TRANSITIONS]
-        assert bool(ways) == (stage is not Stage.GONE)
-    assert all((stage, Turn.EVICTED) in TRANSITIONS for stage in Stage if stage is not Stage.GONE)
+    for stage in WorkerStage:
+        ways = [turn for turn in StageEvent if (stage, turn) in TRANSITIONS]
+        assert bool(ways) == (stage is not WorkerStage.GONE)
+    assert all((stage, StageEvent.EVICTED) in TRANSITIONS for stage in WorkerStage if stage is not WorkerStage.GONE)
 
 
 @pytest.mark.parametrize("key", ["heartbeat_s", "silence_s", "form_s", "leave_s", "barrier_s", "checkpoint_s"])
 @pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
 def test_a_time_that_is_none_is_refused_by_its_key(key, value):
     with pytest.raises(ConfigError, match=key):
-        Policy(workers=2, **{key: value})
+        CoordinatorPolicy(workers=2, **{key: value})
 
 
 @pytest.mark.parametrize("changes", [{"workers": 0}, {"workers": -1}, {"least": 0}, {"least": 3}, {"silence_s": 1.5}])
 def test_numbers_that_make_no_cluster_are_refused_by_their_key(changes):
     with pytest.raises(ConfigError, match=next(iter(changes))):
-        Policy(**{"workers": 2, **changes})
+        CoordinatorPolicy(**{"workers": 2, **changes})
 
 
 def test_a_name_belongs_to_the_node_that_first_proved_to_have_it():
-    state = State(Policy(workers=2), "test", Kept(), 0.0)
+    state = CoordinatorState(CoordinatorPolicy(workers=2), "test", PersistedState(), 0.0)
     state.register(Register("a", 1, "a:1"), 0.0, "node-a")
     for thief in ("node-b", ""):
         with pytest.raises(CallRefused, match="belongs to another node"):
             state.register(Register("a", 2, "b:1"), 100.0, thief)
-    restarted = State(Policy(workers=2), "test", state.kept(), 200.0)
+    restarted = CoordinatorState(CoordinatorPolicy(workers=2), "test", state.kept(), 200.0)
     with pytest.raises(CallRefused, match="belongs to another node"):
         restarted.register(Register("a", 2, "b:1"), 200.0, "node-b")
     assert restarted.register(Register("a", 2, "a:1"), 200.0, "node-a")[0].rank == 0
 
 
-def coordinated(count: int, **policy: int) -> tuple[State, list[Register]]:
+def coordinated(count: int, **policy: int) -> tuple[CoordinatorState, list[Register]]:
     """Workers that have registered."""
-    state = State(Policy(workers=4, begin=count, **policy), "test", Kept(), 0.0)
+    state = CoordinatorState(CoordinatorPolicy(workers=4, begin=count, **policy), "test", PersistedState(), 0.0)
     workers = [Register(f"w{number}", 1, f"w{number}:1", f"w{number}") for number in range(count)]
     for who in workers:
         state.register(who, 0.0)
     return state, workers
 
 
-def answered(effects: list[Effect]) -> dict[int, Any]:
-    return {each.question: each.error or each.value for each in effects if isinstance(each, Answer)}
+def answered(effects: list[CoordinatorEffect]) -> dict[int, Any]:
+    return {each.question: each.error or each.value for each in effects if isinstance(each, ResolveCall)}
 
 
 def test_members_come_out_of_a_generation_together_and_take_in_who_waits():
@@ -237,7 +237,7 @@ def test_who_asks_when_all_is_done_is_told_that_it_is_or_that_it_is_too_late():
     state.leave(a, 3, 1.0, "sum", orderly=True)
     assert answered(state.ready(b, 1, 4, 1.0, "lost a word", "sum"))[4].peers == ()
     assert "ended without this machine: w0 finished it" in str(answered(state.ready(c, 1, 5, 1.0, "was away"))[5])
-    assert State(state.policy, "test", state.kept(), 2.0).outcomes == {"sum": "w0"}
+    assert CoordinatorState(state.policy, "test", state.kept(), 2.0).outcomes == {"sum": "w0"}
     for question, who in enumerate((b, c), 6):
         state.leave(who, question, 1.0, orderly=True)
     assert not state.workers
@@ -255,7 +255,7 @@ def test_who_was_started_otherwise_is_told_in_what():
 
 
 def test_a_coordinator_without_a_memory_goes_on_from_the_numbers_of_its_workers():
-    state = State(Policy(workers=2, begin=1), "test", Kept(), 0.0)
+    state = CoordinatorState(CoordinatorPolicy(workers=2, begin=1), "test", PersistedState(), 0.0)
     state.register(Register("a", 1, "a:1", generation=7), 0.0)
     state.ready(Register("a", 1, "a:1"), 7, 1, 0.0)
     assert not answered(state.tick(4.9))  # others who worked may call again
@@ -263,7 +263,7 @@ def test_a_coordinator_without_a_memory_goes_on_from_the_numbers_of_its_workers(
 
 
 def test_a_machine_that_proves_who_it_is_is_let_in_at_once_when_it_starts_again_where_it_was():
-    state = State(Policy(workers=2), "test", Kept(), 0.0)
+    state = CoordinatorState(CoordinatorPolicy(workers=2), "test", PersistedState(), 0.0)
     state.register(Register("a", 1, "a:1"), 0.0, "node-a")
     with pytest.raises(CallRefused, match="is here already"):
         state.register(Register("a", 2, "elsewhere:1"), 0.1, "node-a")

@@ -12,13 +12,13 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from hcsim.cluster.conductor import Checker
-from hcsim.cluster.diagnosis import Failure
+from hcsim.cluster.diagnosis import ViewFailure
+from hcsim.cluster.membership_source import MemberCheck
 from hcsim.cluster.view import Member, View
 from hcsim.config import AnyFault, Scenario, Training
 from hcsim.errors import HcsimError
 from hcsim.training.elastic import train as elastic
-from hcsim.training.elastic.member import Extras
+from hcsim.training.elastic.member import TrainingExtras
 from hcsim.training.run import Point, Report, Run
 from hcsim.transport.hello import Wire
 from hcsim.virtual.host import VirtualHost
@@ -44,7 +44,7 @@ class Cluster:
         """What those who finished came to."""
         self.plan: list[tuple[int, Sequence[str]]] = []
         """After so many steps: these are the members."""
-        self.reports: list[tuple[int, Failure]] = []
+        self.reports: list[tuple[int, ViewFailure]] = []
         """What was said to be broken: epoch, rank, why."""
         self.steps: dict[tuple[str, int], int] = {}
         """By node and step, in which epoch it was applied."""
@@ -100,7 +100,7 @@ class Cluster:
     def over(self, epoch: int) -> str | None:
         return self._over.get(epoch)
 
-    def broken(self, epoch: int, failure: Failure) -> None:
+    def broken(self, epoch: int, failure: ViewFailure) -> None:
         self.reports.append((epoch, failure))
         if epoch == self.views[-1].epoch:
             self.lose(f"broken: {failure.reason}")
@@ -166,14 +166,14 @@ class Scripted:
     def superseded(self, epoch: int) -> bool:
         return self._cluster.views[-1].epoch > epoch
 
-    def broken(self, epoch: int, failure: Failure) -> None:
+    def broken(self, epoch: int, failure: ViewFailure) -> None:
         if not self.over(epoch).done():
             self._cluster.broken(epoch, failure)
 
     def surveyed(self, epoch: int) -> None:
         pass
 
-    def check_with(self, check: Checker | None) -> None:
+    def check_with(self, check: MemberCheck | None) -> None:
         pass
 
     def preparing(self, epoch: int) -> bool:
@@ -281,7 +281,7 @@ def train(
         own = {name: given(host) if callable(given) else given for name, given in options.items()}
         theirs = (unlike or {}).get(host.name, settings)
         wire = own.pop("wire", Wire())
-        extras = Extras(watchers[host.name], **own)
+        extras = TrainingExtras(watchers[host.name], **own)
         report = await elastic.follow(elastic.prepare(host, cluster.conductor(host.name), theirs, SEED, extras), wire)
         run = watchers[host.name].run
         if run is not None and run.step == theirs.steps:

@@ -14,8 +14,8 @@ from hcsim.config import Training
 from hcsim.errors import ConfigError
 from hcsim.real.hardware import FileStore
 from hcsim.runtime.host import Host
-from hcsim.training.elastic.checkpoint import Checkpoints, Origin, decode, encode, in_store
-from hcsim.training.elastic.transfer import Parcel
+from hcsim.training.elastic.checkpoint import CheckpointOrigin, CheckpointWriter, decode, encode, in_store
+from hcsim.training.elastic.transfer import StateArrays
 from hcsim.training.tasks import task
 from hcsim.units import PositiveSeconds
 from hcsim.virtual.hardware import VirtualStore
@@ -25,8 +25,8 @@ from tests.training.elastic.script import train
 
 SWITCH = on_switch("ab", rate="10 Mb/s", latency="0.5 ms")
 CONVEX = Training(task="convex", steps=8, timeout_s=PositiveSeconds(0.5))
-DIGITS = Origin("digits", "d1")
-PARCEL = Parcel(b"about", {"parameters": np.arange(6, dtype=np.float32), "steps": np.array([3], np.int64)})
+DIGITS = CheckpointOrigin("digits", "d1")
+PARCEL = StateArrays(b"about", {"parameters": np.arange(6, dtype=np.float32), "steps": np.array([3], np.int64)})
 FUZZED = 400
 
 
@@ -118,17 +118,17 @@ def saved(disk: VirtualStore, *steps: int, keep: int = 3) -> None:
     world = World(SWITCH)
 
     async def save() -> None:
-        checkpoints = Checkpoints(1, in_store(disk), keep=keep, origin=DIGITS)
+        checkpoints = CheckpointWriter(1, in_store(disk), keep=keep, origin=DIGITS)
         checkpoints.load()
         for step in steps:
-            await checkpoints.save(world.host("a"), Parcel(str(step).encode(), PARCEL.arrays), step)
+            await checkpoints.save(world.host("a"), StateArrays(str(step).encode(), PARCEL.arrays), step)
 
     world.run(save())
 
 
 def newest(disk: VirtualStore, told: list[str] | None = None) -> bytes:
     heard = [] if told is None else told
-    found = Checkpoints(1, in_store(disk), heard.append, origin=DIGITS).load()
+    found = CheckpointWriter(1, in_store(disk), heard.append, origin=DIGITS).load()
     assert found is not None
     return found.about
 
@@ -166,20 +166,20 @@ def test_where_all_are_damaged_nothing_is_trained_from_the_start_without_a_word(
 
 def test_a_folder_of_another_task_is_named_as_such(tmp_path: Path):
     store = FileStore(tmp_path / "state")
-    store.save("checkpoint", encode(PARCEL, Origin(task("convex").name, "x")))
+    store.save("checkpoint", encode(PARCEL, CheckpointOrigin(task("convex").name, "x")))
     for ours, said in (
         (DIGITS, "this is a checkpoint of the task convex, and the task here is digits: give another folder"),
-        (Origin("convex", "y"), "the task convex with other data or another model: give another folder"),
+        (CheckpointOrigin("convex", "y"), "the task convex with other data or another model: give another folder"),
     ):
         with pytest.raises(ConfigError, match=f"^{tmp_path}/state/checkpoint: .*{said}"):
-            Checkpoints(1, in_store(store), origin=ours).load()
+            CheckpointWriter(1, in_store(store), origin=ours).load()
 
 
 def test_a_checkpoint_of_other_settings_is_named_as_such():
     disk = VirtualStore({})
 
-    def checkpoints(member: Host) -> Checkpoints:
-        return Checkpoints(4, in_store(disk if member.name == "a" else member.store))
+    def checkpoints(member: Host) -> CheckpointWriter:
+        return CheckpointWriter(4, in_store(disk if member.name == "a" else member.store))
 
     assert sorted(train(SWITCH, CONVEX, checkpoints=checkpoints).cluster.done) == ["a", "b"]
     outcome = train(SWITCH, replace(CONVEX, optimizer="adamw"), checkpoints=checkpoints)
@@ -215,7 +215,7 @@ def test_training_goes_on_while_the_disk_is_full_and_saves_when_it_is_not(strate
     outcome = train(
         SWITCH,
         replace(CONVEX, strategy=strategy, steps=12),
-        checkpoints=lambda host: Checkpoints(2, [vault if host.name == "a" else Filling(range(0))], told.append),
+        checkpoints=lambda host: CheckpointWriter(2, [vault if host.name == "a" else Filling(range(0))], told.append),
     )
     assert sorted(outcome.cluster.done) == ["a", "b"]
     assert vault.saves == 6

@@ -15,7 +15,7 @@ from hcsim.compressors.registry import make
 from hcsim.config import AnyFault, Crash, Pause, Reset, Training
 from hcsim.errors import ConfigError, NotFinite
 from hcsim.runtime.host import Host
-from hcsim.training.elastic.checkpoint import Checkpoints, in_store
+from hcsim.training.elastic.checkpoint import CheckpointWriter, in_store
 from hcsim.training.run import Report
 from hcsim.training.tasks import task
 from hcsim.units import PositiveSeconds, Seconds
@@ -247,8 +247,8 @@ def test_what_has_no_meaning_with_a_parameter_server_is_refused() -> None:
         raise train(SWITCH, replace(CONVEX, batch=(1, 2, 3, 4))).error("a")
 
 
-def saving(host: Host) -> Checkpoints:
-    return Checkpoints(2, in_store(host.store))
+def saving(host: Host) -> CheckpointWriter:
+    return CheckpointWriter(2, in_store(host.store))
 
 
 def started_anew(
@@ -291,8 +291,8 @@ def test_after_all_have_left_training_goes_on_from_what_was_trained(mode: str) -
     def prepare(cluster: Cluster) -> None:
         cluster.on_step = lambda name, step: events[name].set() if step >= 4 else None
 
-    def rarely(host: Host) -> Checkpoints:
-        return Checkpoints(1000, in_store(host.store))
+    def rarely(host: Host) -> CheckpointWriter:
+        return CheckpointWriter(1000, in_store(host.store))
 
     settings = replace(CONVEX, strategy=mode, steps=12)
     first = train(SWITCH, settings, prepare=prepare, leaving=lambda host: events[host.name], checkpoints=rarely)

@@ -16,7 +16,7 @@ from hcsim.errors import ConfigError, Diverged, TrainingError
 from hcsim.real.hardware import FileStore
 from hcsim.runtime.host import Host
 from hcsim.training.data import Batches
-from hcsim.training.elastic.checkpoint import Checkpoints, decode, in_store
+from hcsim.training.elastic.checkpoint import CheckpointWriter, decode, in_store
 from hcsim.training.learner import fingerprint
 from hcsim.training.optimizer import Sgd
 from hcsim.training.tasks import task
@@ -204,8 +204,8 @@ def test_what_grows_too_large_on_the_way_is_tried_again_too(times: Sequence[int]
 
 
 def test_after_all_have_started_anew_training_goes_on_from_the_newest_checkpoint() -> None:
-    def kept(host: Host) -> Checkpoints:
-        return Checkpoints(2, in_store(host.store))
+    def kept(host: Host) -> CheckpointWriter:
+        return CheckpointWriter(2, in_store(host.store))
 
     through = train(SWITCH, CONVEX)
     crashes = [Crash(at_s=Seconds(0.06), node=node) for node in "abcd"]
@@ -234,8 +234,8 @@ def left_and_started_anew(steps: dict[str, int], chosen: Training, **options: An
     def prepare(cluster: Cluster) -> None:
         cluster.on_step = lambda name, step: events[name].set() if step == steps[name] else None
 
-    def saving(host: Host) -> Checkpoints:
-        return Checkpoints(100, in_store(host.store))
+    def saving(host: Host) -> CheckpointWriter:
+        return CheckpointWriter(100, in_store(host.store))
 
     first = train(
         SWITCH, chosen, prepare=prepare, leaving=lambda host: events[host.name], checkpoints=saving, **options
@@ -287,7 +287,7 @@ def left_without_a_view(chosen: Training, after: int) -> Outcome:
         chosen,
         prepare=prepare,
         leaving=event,
-        checkpoints=lambda host: Checkpoints(100, in_store(host.store)),
+        checkpoints=lambda host: CheckpointWriter(100, in_store(host.store)),
         what=lambda host: Linear(),
     )
 
@@ -318,7 +318,7 @@ def test_a_full_disk_keeps_nobody_from_leaving() -> None:
         CONVEX,
         prepare=prepare,
         leaving=lambda host: events[host.name],
-        checkpoints=lambda host: Checkpoints(100, [Full()], told.append),
+        checkpoints=lambda host: CheckpointWriter(100, [Full()], told.append),
     )
     assert all(outcome.watchers[name].run is not None for name in "abcd")
     assert told == ["what was trained until step 4 could not be saved: state/checkpoint: cannot be written: No space "
@@ -326,7 +326,7 @@ def test_a_full_disk_keeps_nobody_from_leaving() -> None:
 
 
 def test_a_checkpoint_that_is_not_what_was_saved_is_refused() -> None:
-    outcome = train(SWITCH, CONVEX, checkpoints=lambda host: Checkpoints(4, in_store(host.store)))
+    outcome = train(SWITCH, CONVEX, checkpoints=lambda host: CheckpointWriter(4, in_store(host.store)))
     data = outcome.cluster.world.host("a").store.records["checkpoint"]
     assert decode(data).parcel.arrays["parameters"].nbytes == 4096
     spoiled_data = bytearray(data)
@@ -341,7 +341,7 @@ def test_who_finds_a_damaged_checkpoint_is_told_where_it_is(tmp_path: Path) -> N
     store = FileStore(tmp_path / "state")
     store.save("checkpoint", b"nothing of the kind")
     with pytest.raises(ConfigError, match=f"^{tmp_path}/state/checkpoint: this checkpoint is damaged .*remove it"):
-        Checkpoints(1, in_store(store)).load()
+        CheckpointWriter(1, in_store(store)).load()
 
 
 def test_a_newcomer_with_other_settings_is_told_and_the_others_go_on() -> None:

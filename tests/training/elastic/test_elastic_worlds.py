@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from hcsim.cluster.conductor import Checker
-from hcsim.cluster.diagnosis import Failure
+from hcsim.cluster.diagnosis import ViewFailure
+from hcsim.cluster.membership_source import MemberCheck
 from hcsim.cluster.view import Member, View
 from hcsim.config import Training, load_scenario
 from hcsim.real.host import RealHost, RealOptions
-from hcsim.training.elastic.member import Extras
+from hcsim.training.elastic.member import TrainingExtras
 from hcsim.training.elastic.train import follow, prepare
 from hcsim.training.run import Point, Report, Run
 from hcsim.transport.hello import Wire
@@ -70,13 +70,13 @@ class Reader:
     def superseded(self, epoch: int) -> bool:
         return self._board.shown - 1 > epoch
 
-    def broken(self, epoch: int, failure: Failure) -> None:
+    def broken(self, epoch: int, failure: ViewFailure) -> None:
         assert self.over(epoch).done(), f"nothing breaks by itself here: {failure.reason}"
 
     def surveyed(self, epoch: int) -> None:
         pass
 
-    def check_with(self, check: Checker | None) -> None:
+    def check_with(self, check: MemberCheck | None) -> None:
         pass
 
     def preparing(self, epoch: int) -> bool:
@@ -121,7 +121,7 @@ def test_real_members_that_come_and_go_learn_what_virtual_ones_do(
         async def member(number: int) -> Report:
             async with RealHost(RealOptions(name=f"m{number}", insecure=True)) as host:
                 conductor = Reader(board, board.members[number])
-                extras = Extras(turning if number == 0 else None)
+                extras = TrainingExtras(turning if number == 0 else None)
                 return await follow(prepare(host, conductor, chosen, SEED, extras), Wire())
 
         async with asyncio.timeout(GUARD_S):
@@ -148,7 +148,7 @@ def test_a_real_member_that_is_lost_is_done_without(addresses: Callable[[int], l
         async def member(number: int) -> Report:
             async with RealHost(RealOptions(name=f"m{number}", insecure=True)) as host:
                 conductor = Reader(board, board.members[number])
-                extras = Extras(turning if number == 0 else None)
+                extras = TrainingExtras(turning if number == 0 else None)
                 return await follow(prepare(host, conductor, CONVEX, SEED, extras), Wire())
 
         tasks += [asyncio.create_task(member(number)) for number in range(3)]

@@ -17,11 +17,11 @@ from hcsim.config import Training
 from hcsim.errors import CollectiveError, RemoteProtocolError
 from hcsim.launch.virtual import simulate
 from hcsim.training.elastic import standby
-from hcsim.training.elastic.standby import Keeper, ServerState, Start
+from hcsim.training.elastic.standby import ServerReplica, ServerState, ViewStart
 from hcsim.training.elastic.synchronise import same_intent
-from hcsim.training.elastic.transfer import PIECE_BYTES, Parcel, relay
+from hcsim.training.elastic.transfer import PIECE_BYTES, StateArrays, relay
 from hcsim.training.learner import Learner
-from hcsim.training.parameter_server.gradients import Gradients
+from hcsim.training.parameter_server.gradients import GradientCodec
 from hcsim.training.strategies import completed, optimizer
 from hcsim.training.tasks import task
 
@@ -79,7 +79,7 @@ def failure(give: Callable[[Group], Any], take: Callable[[Group], Any]) -> BaseE
 )
 def test_a_parcel_that_nobody_could_hold_is_refused_before_room_is_made_for_it(forged: Any, says: str) -> None:
     async def carried(group: Group) -> None:
-        giving: Mapping[int, Parcel] = {1: forged} if group.rank == 0 else {}
+        giving: Mapping[int, StateArrays] = {1: forged} if group.rank == 0 else {}
         await relay(group, [(0, 1)], giving)
 
     error = failure(carried, carried)
@@ -116,11 +116,11 @@ def test_a_standby_believes_no_update_that_a_server_cannot_have_made(
 
     async def take(group: Group) -> None:
         learner = Learner(group.host, task("convex"), optimizer(settings), 1)
-        keeper = Keeper(learner, optimizer(settings))
+        keeper = ServerReplica(learner, optimizer(settings))
         keeper.state = ServerState()
         before = learner.replica.parameters.copy()  # type: ignore[union-attr]
         try:
-            await standby.follow(group, keeper, Gradients(learner.layout, make("int8+ef", seed=1, rank=0)), None)
+            await standby.follow(group, keeper, GradientCodec(learner.layout, make("int8+ef", seed=1, rank=0)), None)
         finally:
             assert np.array_equal(learner.replica.parameters, before)  # type: ignore[arg-type]
 
@@ -142,17 +142,17 @@ def test_settings_that_do_not_have_their_digest_end_the_view_and_blame_nobody() 
 @pytest.mark.parametrize(
     ("told", "says"),
     [
-        (Start(-5, 0, 0), "version -5"),
-        (Start(3, -1, 0), "version 3"),
-        (Start(3, 12, 1 << 57), f"step {1 << 57} of 10"),
+        (ViewStart(-5, 0, 0), "version -5"),
+        (ViewStart(3, -1, 0), "version 3"),
+        (ViewStart(3, 12, 1 << 57), f"step {1 << 57} of 10"),
         (-739186029798312757, "port -739186029798312757"),
         (65536, "port 65536"),
     ],
 )
-def test_nobody_goes_where_no_server_can_be(told: Start | int, says: str) -> None:
+def test_nobody_goes_where_no_server_can_be(told: ViewStart | int, says: str) -> None:
     async def agreed(group: Group) -> None:
-        if isinstance(told, Start):
-            await standby.agreed_start(group, told if group.rank == 0 else Start(), 10)
+        if isinstance(told, ViewStart):
+            await standby.agreed_start(group, told if group.rank == 0 else ViewStart(), 10)
         else:
             await standby.agreed_port(group, told if group.rank == 0 else 0)
 

@@ -9,8 +9,8 @@ from msgspec.structs import replace
 from hcsim.cluster.view import Member, View
 from hcsim.config import Training
 from hcsim.runtime.host import Host
-from hcsim.training.elastic.checkpoint import Checkpoints, in_store
-from hcsim.training.elastic.progress import Era, Header, lineage_digest, most_right
+from hcsim.training.elastic.checkpoint import CheckpointWriter, in_store
+from hcsim.training.elastic.progress import MemberProgress, TrainedView, lineage_digest, most_right
 from hcsim.units import PositiveSeconds
 from tests.switches import on_switch
 from tests.training.elastic.script import Cluster, Outcome, train
@@ -19,9 +19,9 @@ SWITCH = on_switch("abc", rate="10 Mb/s", latency="0.5 ms")
 CONVEX = Training(task="convex", steps=12, timeout_s=PositiveSeconds(0.5))
 
 
-def era(lineage: str, *epochs: int) -> Era:
+def era(lineage: str, *epochs: int) -> TrainedView:
     """What follows from these views of one lineage."""
-    reached = Era()
+    reached = TrainedView()
     for epoch in epochs:
         reached = reached.next(view(lineage, epoch))
     return reached
@@ -31,17 +31,17 @@ def view(lineage: str, epoch: int) -> View:
     return View(lineage, epoch, (Member("a", 1, "a", "a:1"),))
 
 
-def header(reached: Era, step: int, *, live: bool) -> Header:
-    return Header.of(reached, step, -1, b"settings", live=live)
+def header(reached: TrainedView, step: int, *, live: bool) -> MemberProgress:
+    return MemberProgress.of(reached, step, -1, b"settings", live=live)
 
 
-NEW, OLD, FRESH = era("new", 3), era("old", 7, 30), Era()
+NEW, OLD, FRESH = era("new", 3), era("old", 7, 30), TrainedView()
 BRANCH = era("old", 7).next(view("old/7.8.b", 8))
 
 
 def test_a_header_crosses_the_wire_whole():
     for each in (header(OLD, 5, live=True), header(NEW, 0, live=False), header(FRESH, 0, live=False)):
-        assert Header.read(np.array(each.numbers(), np.int64)) == each
+        assert MemberProgress.read(np.array(each.numbers(), np.int64)) == each
 
 
 @pytest.mark.parametrize(
@@ -70,8 +70,8 @@ def test_whose_state_all_go_on_from(headers, right):
     assert most_right(headers, lineage_digest(view("old", 31))) == right
 
 
-def saving(host: Host) -> Checkpoints:
-    return Checkpoints(1, in_store(host.store))
+def saving(host: Host) -> CheckpointWriter:
+    return CheckpointWriter(1, in_store(host.store))
 
 
 def checkpoint_of_long_ago(strategy: str) -> dict[str, bytes]:
@@ -98,7 +98,7 @@ def test_one_that_left_long_ago_takes_over_what_a_cluster_has_that_began_without
             plan=[(4, "abc")],
             lineage="young",
             prepare=prepare,
-            checkpoints=lambda host: Checkpoints(100, in_store(host.store)),
+            checkpoints=lambda host: CheckpointWriter(100, in_store(host.store)),
         )
 
     with_it, without = joined(disk), joined({})

@@ -15,10 +15,10 @@ from hcsim.runtime.host import Host
 from hcsim.training.data import Batches
 from hcsim.training.learner import Learner, digest
 from hcsim.training.optimizer import Sgd
-from hcsim.training.parameter_server.gradients import Gradients, Received
-from hcsim.training.parameter_server.messages import Done, Push
-from hcsim.training.parameter_server.rounds import Policy, Rounds
-from hcsim.training.parameter_server.server import Record, Server, recall, records
+from hcsim.training.parameter_server.gradients import GradientCodec, ReceivedPush
+from hcsim.training.parameter_server.messages import Push, TrainingDone
+from hcsim.training.parameter_server.rounds import ServerPolicy, ServerRounds
+from hcsim.training.parameter_server.server import Server, WorkerRecord, recall, records
 from hcsim.training.parameter_server.worker import Worker
 from hcsim.training.tasks import task
 from hcsim.virtual.world import World
@@ -30,7 +30,7 @@ NAMES = ("a", "b", "c")
 """Of the workers, and of their hosts in the virtual world."""
 BATCHES = Batches(1024, SIZES, SEED)
 OPTIMIZER = Sgd(lr=0.05, momentum=0.9)
-POLICY = Policy(quorum=1, deadline_s=2.0, grace_s=0.5, patience_s=20.0, linger_s=2.0)
+POLICY = ServerPolicy(quorum=1, deadline_s=2.0, grace_s=0.5, patience_s=20.0, linger_s=2.0)
 JOB = "bench"
 
 
@@ -47,7 +47,7 @@ class Saved(NamedTuple):
     """A server's state."""
 
     version: int
-    workers: dict[str, Record]
+    workers: dict[str, WorkerRecord]
     parameters: np.ndarray
     optimizer: dict[str, np.ndarray]
 
@@ -60,22 +60,22 @@ class Bench:
         host: Host,
         total: int,
         *,
-        policy: Policy = POLICY,
+        policy: ServerPolicy = POLICY,
         compressor: str = "none",
         saved: Saved | None = None,
         awaited: Sequence[str] = NAMES,
     ) -> None:
         self.learner = learner_on(host)
         self.host = host
-        self.rounds = Rounds(policy, total, awaited=awaited, now=host.clock.elapsed())
+        self.rounds = ServerRounds(policy, total, awaited=awaited, now=host.clock.elapsed())
         if saved is not None:
             np.copyto(self.learner.replica.parameters, saved.parameters)  # type: ignore[arg-type]
             self.learner.stepper.restore(saved.optimizer)
             self.rounds.version = saved.version
             recall(saved.workers, self.rounds, host.clock.elapsed())
-        gradients = Gradients(self.learner.layout, make(compressor, seed=SEED, rank=0))
+        gradients = GradientCodec(self.learner.layout, make(compressor, seed=SEED, rank=0))
         self.server = Server(self.learner, gradients, self.rounds, self._update, job=JOB)
-        self.serving: asyncio.Task[Done]
+        self.serving: asyncio.Task[TrainingDone]
         self.listener: Listener
 
     async def _update(self, number: int, share: float) -> None:
@@ -84,7 +84,7 @@ class Bench:
     def save_to(self, keep: Callable[[Saved], Awaitable[None]]) -> None:
         """Give away the state after every update, before anybody is told of it."""
 
-        async def updated(received: list[Received]) -> None:
+        async def updated(received: list[ReceivedPush]) -> None:
             parameters, stepper = self.learner.replica.parameters.copy(), self.learner.stepper  # type: ignore[union-attr]
             await keep(Saved(self.rounds.version, records(self.rounds), parameters, stepper.state()))
 
@@ -106,7 +106,7 @@ class Bench:
         return digest(self.learner.replica.parameters)
 
 
-class Recorder(Gradients):
+class Recorder(GradientCodec):
     """Keeps what was packed, by version, and what that unpacks to."""
 
     packed: dict[int, tuple[np.ndarray, np.ndarray]]
@@ -117,7 +117,7 @@ class Recorder(Gradients):
         return sizes, data
 
 
-def worker_on(host: Host, name: str, *, policy: Policy = POLICY, compressor: str = "none") -> Worker:
+def worker_on(host: Host, name: str, *, policy: ServerPolicy = POLICY, compressor: str = "none") -> Worker:
     learner = learner_on(host)
     gradients = Recorder(learner.layout, make(compressor, seed=SEED, rank=NAMES.index(name)))
     gradients.packed = {}
@@ -138,7 +138,7 @@ class Job:
 
     def __init__(self, world: World, bench: Bench | None = None, **options: Any) -> None:
         self.world = world
-        self.policy: Policy = options.get("policy", POLICY)
+        self.policy: ServerPolicy = options.get("policy", POLICY)
         self.compressor: str = options.get("compressor", "none")
         self.bench = bench or Bench(world.host("s"), **options)
         self.batch: Callable[[str], Callable[[int, int], Any]] = (

@@ -18,9 +18,9 @@ from hcsim.compressors.registry import make
 from hcsim.config import ClockJump, Crash, Partition, Pause, Reset
 from hcsim.errors import DeadlineExceeded, PeerRefused
 from hcsim.training.learner import Learner
-from hcsim.training.parameter_server.gradients import Gradients
-from hcsim.training.parameter_server.messages import Done
-from hcsim.training.parameter_server.rounds import Policy
+from hcsim.training.parameter_server.gradients import GradientCodec
+from hcsim.training.parameter_server.messages import TrainingDone
+from hcsim.training.parameter_server.rounds import ServerPolicy
 from hcsim.training.parameter_server.worker import Worker
 from hcsim.training.tasks import task
 from hcsim.virtual.world import HostCrashed
@@ -47,7 +47,7 @@ HASTY = replace(POLICY, deadline_s=0.3)
 @cache
 def undisturbed() -> Job:
     job = Job(world_with(), total=STEPS)
-    assert job.run() == dict.fromkeys(("s", *NAMES), Done(STEPS))
+    assert job.run() == dict.fromkeys(("s", *NAMES), TrainingDone(STEPS))
     return job
 
 
@@ -71,7 +71,7 @@ def test_the_undisturbed_job_does_what_one_process_does():
 def test_after_a_reset_a_worker_calls_again_and_its_push_counts_once(at_s: float, mid_frame: bool):
     resets = [Reset(at_s=at_s + n / 100, between=(name, "s"), mid_frame=mid_frame) for n, name in enumerate("ab")]
     job = Job(world_with(*resets), total=STEPS)
-    assert job.run() == dict.fromkeys(("s", *NAMES), Done(STEPS))
+    assert job.run() == dict.fromkeys(("s", *NAMES), TrainingDone(STEPS))
     assert once_each(job)
     assert job.bench.digest == undisturbed().bench.digest
     assert job.digests == undisturbed().digests
@@ -93,7 +93,7 @@ def test_after_a_reset_a_worker_calls_again_and_its_push_counts_once(at_s: float
 )
 def test_a_short_trouble_changes_no_bit(fault: Any):
     job = Job(world_with(fault), total=STEPS)
-    assert job.run() == dict.fromkeys(("s", *NAMES), Done(STEPS))
+    assert job.run() == dict.fromkeys(("s", *NAMES), TrainingDone(STEPS))
     assert job.bench.digest == undisturbed().bench.digest
 
 
@@ -105,7 +105,7 @@ def test_a_short_trouble_changes_no_bit(fault: Any):
 )
 def test_a_worker_that_is_away_for_too_long_is_left_behind_and_comes_back(fault: Any):
     job = Job(world_with(fault), total=150, policy=HASTY)
-    assert job.run() == dict.fromkeys(("s", *NAMES), Done(150))
+    assert job.run() == dict.fromkeys(("s", *NAMES), TrainingDone(150))
     assert once_each(job)
     assert job.bench.rounds.members["a"].accepted < 150
     assert ("a", 150) in job.counted
@@ -117,7 +117,7 @@ def test_the_others_go_on_without_a_worker_that_crashed(clean: bool):
     job = Job(world_with(Crash(at_s=0.1, node="c", clean=clean)), total=STEPS)
     results = job.run()
     assert isinstance(results.pop("c"), HostCrashed)
-    assert results == dict.fromkeys(("s", "a", "b"), Done(STEPS))
+    assert results == dict.fromkeys(("s", "a", "b"), TrainingDone(STEPS))
     assert job.digests == dict.fromkeys("ab", job.bench.digest)
     # It costs the grace or one deadline, and at the end the time that the server stays for it; not every round.
     assert job.world.loop.time() < 0.7 + POLICY.deadline_s + POLICY.linger_s
@@ -145,10 +145,10 @@ def test_workers_give_up_when_the_server_is_gone_for_good():
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("mode", ["async", "bounded"])
 def test_each_push_counts_once_in_the_other_modes_too(mode: Any):
-    policy = Policy(mode=mode, staleness=4, deadline_s=2.0, grace_s=0.5, patience_s=20.0, linger_s=2.0)
+    policy = ServerPolicy(mode=mode, staleness=4, deadline_s=2.0, grace_s=0.5, patience_s=20.0, linger_s=2.0)
     faults = [Reset(at_s=at_s, between=(name, "s")) for at_s, name in ((0.1, "a"), (0.15, "b"), (0.2, "a"))]
     job = Job(world_with(*faults, Pause(at_s=0.3, node="c", duration_s=1.0)), total=200, policy=policy)
-    assert job.run() == dict.fromkeys(("s", *NAMES), Done(200))
+    assert job.run() == dict.fromkeys(("s", *NAMES), TrainingDone(200))
     assert once_each(job)
     assert sorted(version for _, version in job.counted) == list(range(1, 201))
     assert {*job.digests.values()} == {job.bench.digest}
@@ -160,7 +160,7 @@ def test_what_error_feedback_owes_is_right_after_stale_and_repeated_pushes(compr
     """A left-behind worker's residual is as if its stale push had never been encoded."""
     faults = (Pause(at_s=0.1, node="a", duration_s=0.7), Reset(at_s=0.9, between=("b", "s")))
     job = Job(world_with(*faults), total=100, compressor=compressor, policy=HASTY)
-    assert job.run() == dict.fromkeys(("s", *NAMES), Done(100))
+    assert job.run() == dict.fromkeys(("s", *NAMES), TrainingDone(100))
     assert job.bench.rounds.members["a"].accepted < 100
     assert once_each(job)
     for name, worker in job.workers.items():
@@ -198,7 +198,7 @@ def troubles(draw: st.DrawFn) -> Any:
 def test_after_any_troubles_all_have_the_final_model_and_every_push_has_counted_once(faults, mode, deadline_s):
     policy = replace(POLICY, mode=mode, staleness=3, deadline_s=deadline_s, linger_s=10.0)  # longer than any trouble
     job = Job(world_with(*faults), total=STEPS, policy=policy)
-    assert job.run() == dict.fromkeys(("s", *NAMES), Done(STEPS))
+    assert job.run() == dict.fromkeys(("s", *NAMES), TrainingDone(STEPS))
     assert once_each(job)
     assert job.digests == dict.fromkeys(NAMES, job.bench.digest)
     if len(job.counted) == len(NAMES) * STEPS:
@@ -248,7 +248,7 @@ def test_a_server_that_is_started_again_goes_on_and_no_push_is_lost_or_doubled(c
         await job.bench.open("s:7000")
         return await job.bench.serving
 
-    assert world.run_on_all(on_host) == [Done(STEPS)] * 4
+    assert world.run_on_all(on_host) == [TrainingDone(STEPS)] * 4
     assert [saved.version for saved in kept] == list(range(1, STEPS + 1))
     assert once_each(job)
     assert job.bench.digest == calm.bench.digest
@@ -276,7 +276,7 @@ def test_a_server_that_is_started_again_after_the_last_update_gives_out_the_fina
         await job.bench.open("s:7000")
         return await job.bench.serving
 
-    assert world.run_on_all(on_host) == [Done(STEPS)] * 4
+    assert world.run_on_all(on_host) == [TrainingDone(STEPS)] * 4
     assert once_each(job)
     assert job.digests == undisturbed().digests
 
@@ -294,7 +294,7 @@ def test_a_worker_that_is_started_again_goes_on_where_it_was():
         await host.clock.sleep(0.05)
         return await job.on_host(host)
 
-    assert world.run_on_all(on_host) == [Done(STEPS)] * 4
+    assert world.run_on_all(on_host) == [TrainingDone(STEPS)] * 4
     assert job.bench.rounds.members["b"].accepted == STEPS
     assert job.bench.digest == undisturbed().bench.digest
 
@@ -324,7 +324,7 @@ def test_a_worker_that_began_anew_goes_on_with_a_server_that_knows_its_earlier_l
         await job.bench.open("s:7000")
         return await job.bench.serving
 
-    assert world.run_on_all(on_host) == [Done(STEPS)] * 4
+    assert world.run_on_all(on_host) == [TrainingDone(STEPS)] * 4
     assert {name: job.bench.rounds.members[name].accepted for name in NAMES} == dict.fromkeys(NAMES, STEPS)
     assert job.digests == dict.fromkeys(NAMES, job.bench.digest)
 
@@ -337,7 +337,7 @@ def test_a_worker_whose_data_are_used_up_leaves_and_still_gets_the_final_model()
     job.batch = lambda name: (
         lambda version, accepted: None if name == "b" and accepted == 5 else of_the_round(name)(version, accepted)
     )
-    assert job.run() == dict.fromkeys(("s", *NAMES), Done(STEPS))
+    assert job.run() == dict.fromkeys(("s", *NAMES), TrainingDone(STEPS))
     assert {name: job.bench.rounds.members[name].accepted for name in NAMES} == {"a": STEPS, "b": 5, "c": STEPS}
     assert job.digests == dict.fromkeys(NAMES, job.bench.digest)
     assert job.world.loop.time() < POLICY.deadline_s  # nobody waited for it
@@ -353,7 +353,7 @@ def test_a_worker_whose_gradients_are_never_valid_gives_up_and_the_others_go_on(
         return await worker_on(host, "c", compressor="int8").run("s:7000", of_the_round("c"), lambda *_: None)
 
     *others, refused = world.run_on_all(on_host)
-    assert others == [Done(STEPS)] * 3
+    assert others == [TrainingDone(STEPS)] * 3
     assert isinstance(refused, PeerRefused)
     assert "refused 3 gradients in a row: compressed with 'int8'" in str(refused)
     assert job.bench.rounds.members["c"].accepted == 0
@@ -376,7 +376,7 @@ def test_who_does_not_belong_here_is_told_why(change: dict[str, str], why: str):
     async def main() -> Any:
         await bench.open("s:7000")
         learner = Learner(world.host("a"), task(change.get("model", "convex")), OPTIMIZER, SEED)
-        gradients = Gradients(learner.layout, make("none", seed=SEED, rank=0))
+        gradients = GradientCodec(learner.layout, make("none", seed=SEED, rank=0))
         worker = Worker(learner, gradients, POLICY, name=change.get("worker", "a"), job=change.get("job", JOB))
         with pytest.raises(PeerRefused, match=why):
             await worker.run("s:7000", of_the_round("a"), lambda *_: None)
@@ -407,7 +407,7 @@ def test_a_worker_of_another_view_is_hung_up_on_and_not_waited_for():
 def test_when_all_data_are_used_up_training_ends_before_its_time():
     job = Job(world_with(), total=STEPS)
     job.batch = lambda name: lambda version, accepted: None if accepted == 7 else of_the_round(name)(version, accepted)
-    assert job.run() == dict.fromkeys(("s", *NAMES), Done(7))
+    assert job.run() == dict.fromkeys(("s", *NAMES), TrainingDone(7))
     assert job.digests == dict.fromkeys(NAMES, job.bench.digest)
 
 
@@ -423,6 +423,6 @@ def test_a_worker_may_come_while_training_goes_on():
         return await job.on_host(host)
 
     job.batch = of_its_own
-    assert world.run_on_all(on_host) == [Done(300)] * 4
+    assert world.run_on_all(on_host) == [TrainingDone(300)] * 4
     assert 0 < job.bench.rounds.members["c"].accepted < 100
     assert job.digests == dict.fromkeys(NAMES, job.bench.digest)

@@ -15,7 +15,7 @@ from hcsim.errors import CompressionError
 from hcsim.rng import generator
 from hcsim.runtime.channel import Phantom
 from hcsim.training.layout import Layout
-from hcsim.training.parameter_server.gradients import Gradients, mean_of_sums
+from hcsim.training.parameter_server.gradients import GradientCodec, mean_of_sums
 from hcsim.training.parameter_server.messages import Push
 
 LAYOUT = Layout.of([[("first.weight", (24, 5)), ("first.bias", (24,))], [("second.weight", (3, 24)), ("empty", (0,))]])
@@ -23,8 +23,8 @@ SPECS = ("none", "zstd", "topk:0.1", "randomk:0.1", "fp16", "bf16", "int8", "int
          "topk:0.1+ef")  # fmt: skip
 
 
-def packed(spec: str, number: int = 0) -> tuple[Gradients, np.ndarray, Push, np.ndarray]:
-    gradients = Gradients(LAYOUT, make(spec, seed=3, rank=0))
+def packed(spec: str, number: int = 0) -> tuple[GradientCodec, np.ndarray, Push, np.ndarray]:
+    gradients = GradientCodec(LAYOUT, make(spec, seed=3, rank=0))
     flat = generator(7, "gradient", number).standard_normal(LAYOUT.length, np.float32)
     sizes, data = gradients.pack(flat, 1, 4)
     assert not isinstance(data, Phantom)
@@ -41,7 +41,7 @@ def test_what_is_packed_without_loss_comes_out_as_it_was(spec: str):
 @pytest.mark.parametrize("spec", SPECS)
 def test_the_receiver_decodes_what_the_sender_would(spec: str):
     gradients, _, push, data = packed(spec)
-    receiver = Gradients(LAYOUT, make(spec, seed=3, rank=1))
+    receiver = GradientCodec(LAYOUT, make(spec, seed=3, rank=1))
     assert receiver.objection(push) == ""
     assert push.size_bytes == data.nbytes <= receiver.most_bytes
     assert np.array_equal(receiver.unpack(push, data), gradients.unpack(push, data))
@@ -122,7 +122,7 @@ def test_a_mean_of_the_largest_numbers_is_finite():
 @pytest.mark.parametrize("spec", ["topk:0.1+ef", "randomk:0.1+ef", "onebit+ef", "int8+ef", "powersgd:1+ef"])
 def test_error_feedback_owes_sums_over_samples_whatever_the_batches(spec: str):
     """What was delivered and what is owed are all gradients times their samples, also where a batch was empty."""
-    gradients = Gradients(LAYOUT, make(spec, seed=3, rank=0))
+    gradients = GradientCodec(LAYOUT, make(spec, seed=3, rank=0))
     put_in, delivered = np.zeros(LAYOUT.length), np.zeros(LAYOUT.length)
     for step, samples in enumerate((16, 3, 0, 40, 0, 1)):
         flat = generator(7, "gradient", step).standard_normal(LAYOUT.length, np.float32)

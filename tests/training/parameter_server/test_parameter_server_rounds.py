@@ -11,23 +11,30 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from hcsim.errors import UsageError
 from hcsim.training.parameter_server.messages import (
-    Accepted,
-    Await,
-    Done,
+    AwaitEnd,
     Join,
+    JoinReply,
+    KeepAlive,
     Pull,
     Push,
-    Refused,
-    Stale,
-    Wait,
-    Welcome,
+    PushAccepted,
+    PushStale,
+    RequestRefused,
+    TrainingDone,
 )
-from hcsim.training.parameter_server.rounds import Apply, Effect, Give, Policy, Rounds, Tell
+from hcsim.training.parameter_server.rounds import (
+    ApplyUpdate,
+    SendModel,
+    SendReply,
+    ServerEffect,
+    ServerPolicy,
+    ServerRounds,
+)
 from hcsim.training.parameter_server.server import recall, records
 
 NAMES = ("a", "b", "c")
 WORKERS = st.sampled_from(NAMES)
-POLICY = Policy(quorum=2, deadline_s=10.0, grace_s=1.0, patience_s=60.0, linger_s=5.0)
+POLICY = ServerPolicy(quorum=2, deadline_s=10.0, grace_s=1.0, patience_s=60.0, linger_s=5.0)
 
 
 def join(worker: str, life: int = 1, contributes: bool = True) -> Join:
@@ -38,20 +45,20 @@ def push(sequence: int, version: int, samples: int = 1) -> Push:
     return Push(sequence, version, samples, "none", ())
 
 
-def machine(policy: Policy = POLICY, total: int = 100, workers: str = "abc") -> Rounds:
+def machine(policy: ServerPolicy = POLICY, total: int = 100, workers: str = "abc") -> ServerRounds:
     """A server with workers that have joined."""
-    rounds = Rounds(policy, total, awaited=workers)
+    rounds = ServerRounds(policy, total, awaited=workers)
     for worker in workers:
         rounds.joined(join(worker), 0.0)
     return rounds
 
 
-def answers(effects: list[Effect], worker: str) -> list[Any]:
-    return [effect.answer for effect in effects if isinstance(effect, Tell) and effect.worker == worker]
+def answers(effects: list[ServerEffect], worker: str) -> list[Any]:
+    return [effect.answer for effect in effects if isinstance(effect, SendReply) and effect.worker == worker]
 
 
-def updates(effects: list[Effect]) -> list[tuple[str, ...]]:
-    return [tuple(c.worker for c in effect.contributions) for effect in effects if isinstance(effect, Apply)]
+def updates(effects: list[ServerEffect]) -> list[tuple[str, ...]]:
+    return [tuple(c.worker for c in effect.contributions) for effect in effects if isinstance(effect, ApplyUpdate)]
 
 
 # A round.
@@ -63,7 +70,7 @@ def test_a_round_ends_when_all_have_pushed_and_is_summed_in_the_order_of_names()
     assert rounds.pushed("a", push(1, 0), "ga", "", 2.0) == []
     effects = rounds.pushed("b", push(1, 0), "gb", "", 3.0)
     assert updates(effects) == [("a", "b", "c")]
-    assert [answers(effects, worker) for worker in NAMES] == [[Accepted(1, 1)]] * 3
+    assert [answers(effects, worker) for worker in NAMES] == [[PushAccepted(1, 1)]] * 3
 
 
 def test_at_the_deadline_a_quorum_is_enough_and_later_pushes_of_that_round_are_stale():
@@ -73,7 +80,7 @@ def test_at_the_deadline_a_quorum_is_enough_and_later_pushes_of_that_round_are_s
     assert updates(rounds.tick(10.9)) == []
     assert rounds.due_s(10.9) == 11.0
     assert updates(rounds.tick(11.0)) == [("a", "b")]
-    assert answers(rounds.pushed("c", push(1, 0), "gc", "", 12.0), "c") == [Stale(1, 1)]
+    assert answers(rounds.pushed("c", push(1, 0), "gc", "", 12.0), "c") == [PushStale(1, 1)]
 
 
 def test_without_a_quorum_the_round_goes_on_after_its_deadline_until_there_is_one():
@@ -81,7 +88,7 @@ def test_without_a_quorum_the_round_goes_on_after_its_deadline_until_there_is_on
     rounds.pushed("a", push(1, 0), "ga", "", 1.0)
     effects = rounds.tick(11.0)
     assert updates(effects) == []
-    assert answers(effects, "a") == [Wait()]
+    assert answers(effects, "a") == [KeepAlive()]
     assert updates(rounds.pushed("b", push(1, 0), "gb", "", 15.0)) == [("a", "b")]
 
 
@@ -131,7 +138,7 @@ def test_a_repeated_push_gets_the_same_answer_and_does_not_count_again():
     again = rounds.pushed("a", push(1, 0), "g", "", 2.0)
     assert updates(first) == [("a",)]
     assert updates(again) == []
-    assert answers(first, "a") == answers(again, "a") == [Accepted(1, 1)]
+    assert answers(first, "a") == answers(again, "a") == [PushAccepted(1, 1)]
     assert not rounds.wants("a", push(1, 0))
 
 
@@ -150,9 +157,9 @@ def test_a_worker_that_starts_again_takes_its_unanswered_push_back_and_goes_on_w
     rounds.pushed("b", push(1, 0), "g", "", 1.0)
     rounds.pushed("a", push(2, 1), "lost", "", 2.0)
     rounds.lost("a", 2.1)
-    assert answers(rounds.joined(join("a", life=2), 2.2), "a") == [Welcome(1, 1)]
+    assert answers(rounds.joined(join("a", life=2), 2.2), "a") == [JoinReply(1, 1)]
     rounds.pushed("a", push(2, 1), "new", "", 2.3)
-    (applied,) = [e for e in rounds.pushed("b", push(2, 1), "g", "", 2.4) if isinstance(e, Apply)]
+    (applied,) = [e for e in rounds.pushed("b", push(2, 1), "g", "", 2.4) if isinstance(e, ApplyUpdate)]
     assert [c.gradient for c in applied.contributions] == ["new", "g"]
 
 
@@ -163,7 +170,7 @@ def test_a_worker_is_not_told_what_became_of_a_push_of_its_earlier_life():
     rounds.lost("a", 1.1)
     rounds.joined(join("a", life=2), 1.2)
     assert answers(rounds.pushed("a", push(1, 0), "new", "", 1.3), "a") == [
-        Refused(1, "a later push has been answered already")
+        RequestRefused(1, "a later push has been answered already")
     ]
 
 
@@ -177,7 +184,7 @@ def test_a_second_worker_of_the_same_name_is_refused_while_the_first_is_there():
 
 def test_a_fault_is_refused_and_neither_counts_nor_holds_up_the_round_beyond_its_deadline():
     rounds = machine()
-    assert answers(rounds.pushed("a", push(1, 0), None, "not finite", 1.0), "a") == [Refused(1, "not finite")]
+    assert answers(rounds.pushed("a", push(1, 0), None, "not finite", 1.0), "a") == [RequestRefused(1, "not finite")]
     for worker in "bc":
         rounds.pushed(worker, push(1, 0), "g", "", 2.0)
     assert updates(rounds.tick(12.0)) == [("b", "c")]
@@ -187,42 +194,42 @@ def test_a_fault_is_refused_and_neither_counts_nor_holds_up_the_round_beyond_its
 
 
 def test_asynchronous_pushes_count_at_once_with_their_share_of_the_samples():
-    rounds = machine(Policy(mode="async"))
+    rounds = machine(ServerPolicy(mode="async"))
     rounds.pushed("a", push(1, 0, samples=30), "g", "", 1.0)
     rounds.pushed("b", push(1, 0, samples=10), "g", "", 1.0)
     rounds.pushed("c", push(1, 0, samples=20), "g", "", 1.0)
-    (applied,) = [e for e in rounds.pushed("b", push(2, 0, samples=10), "g", "", 1.0) if isinstance(e, Apply)]
+    (applied,) = [e for e in rounds.pushed("b", push(2, 0, samples=10), "g", "", 1.0) if isinstance(e, ApplyUpdate)]
     assert applied.share == pytest.approx(10 / 60)
     assert rounds.version == 4
 
 
 def test_bounded_refuses_what_is_too_old_and_lets_who_is_too_far_ahead_wait_for_the_slowest():
-    rounds = machine(Policy(mode="bounded", staleness=2, deadline_s=10.0), workers="ab")
+    rounds = machine(ServerPolicy(mode="bounded", staleness=2, deadline_s=10.0), workers="ab")
     for number in range(3):
-        assert rounds.asked("a", Pull(number - 1), 1.0) == [Give("a", number, known=False)]
+        assert rounds.asked("a", Pull(number - 1), 1.0) == [SendModel("a", number, known=False)]
         rounds.pushed("a", push(number + 1, number), "g", "", 1.0)
     assert rounds.asked("a", Pull(2), 1.0) == []
-    assert answers(rounds.pushed("b", push(1, 0), "g", "", 2.0), "b") == [Stale(1, 3)]
+    assert answers(rounds.pushed("b", push(1, 0), "g", "", 2.0), "b") == [PushStale(1, 3)]
     effects = rounds.pushed("b", push(2, 1), "g", "", 3.0)
-    assert answers(effects, "b") == [Accepted(2, 4)]
-    assert Give("a", 4, known=False) in effects
+    assert answers(effects, "b") == [PushAccepted(2, 4)]
+    assert SendModel("a", 4, known=False) in effects
 
 
 def test_bounded_waits_for_a_silent_worker_only_until_its_deadline_nor_until_it_has_caught_up():
-    rounds = machine(Policy(mode="bounded", staleness=0, deadline_s=10.0), workers="ab")
+    rounds = machine(ServerPolicy(mode="bounded", staleness=0, deadline_s=10.0), workers="ab")
     rounds.pushed("a", push(1, 0), "g", "", 9.0)
     assert rounds.asked("a", Pull(0), 9.0) == []
-    assert rounds.tick(10.0) == [Give("a", 1, known=False)]
+    assert rounds.tick(10.0) == [SendModel("a", 1, known=False)]
     for number in range(1, 5):
         rounds.pushed("a", push(number + 1, number), "g", "", 11.0)
     rounds.asked("b", Pull(0), 12.0)
-    assert rounds.asked("a", Pull(4), 12.0) == [Give("a", 5, known=False)]
+    assert rounds.asked("a", Pull(4), 12.0) == [SendModel("a", 5, known=False)]
 
 
 def test_the_model_is_given_only_if_it_is_another_version():
     rounds = machine()
-    assert rounds.asked("a", Pull(-1), 1.0) == [Give("a", 0, known=False)]
-    assert rounds.asked("a", Pull(0), 1.0) == [Give("a", 0, known=True)]
+    assert rounds.asked("a", Pull(-1), 1.0) == [SendModel("a", 0, known=False)]
+    assert rounds.asked("a", Pull(0), 1.0) == [SendModel("a", 0, known=True)]
 
 
 # The end.
@@ -230,12 +237,12 @@ def test_the_model_is_given_only_if_it_is_another_version():
 
 def test_after_the_last_update_everybody_is_told_and_the_server_stays_until_all_have_left():
     rounds = machine(total=1, workers="ab")
-    rounds.asked("b", Await(), 0.5)
+    rounds.asked("b", AwaitEnd(), 0.5)
     rounds.left("b", 0.5)
     effects = rounds.pushed("a", push(1, 0), "g", "", 1.0)
-    assert answers(effects, "a") == [Accepted(1, 1), Done(1)]
-    assert answers(effects, "b") == [Done(1)]
-    assert answers(rounds.pushed("a", push(2, 1), "g", "", 1.0), "a") == [Stale(2, 1)]
+    assert answers(effects, "a") == [PushAccepted(1, 1), TrainingDone(1)]
+    assert answers(effects, "b") == [TrainingDone(1)]
+    assert answers(rounds.pushed("a", push(2, 1), "g", "", 1.0), "a") == [PushStale(2, 1)]
     rounds.left("a", 1.1)
     assert not rounds.over(1.2)
     rounds.left("b", 1.3)
@@ -263,26 +270,26 @@ def test_who_was_silent_for_long_before_the_end_is_not_waited_for():
 def test_training_ends_when_all_have_left():
     rounds = machine(workers="ab")
     rounds.left("a", 1.0)
-    assert answers(rounds.left("b", 1.0), "a") == [Done(0)]
+    assert answers(rounds.left("b", 1.0), "a") == [TrainingDone(0)]
 
 
 def test_without_updates_training_ends_with_an_error_that_names_who_is_missing():
     rounds = machine()
     rounds.pushed("a", push(1, 0), "g", "", 1.0)
-    (done,) = [answer for answer in answers(rounds.tick(60.0), "a") if isinstance(answer, Done)]
+    (done,) = [answer for answer in answers(rounds.tick(60.0), "a") if isinstance(answer, TrainingDone)]
     assert done.error == "no update for 60 s, 1 of at least 2 pushed, waiting for b, c"
 
 
 @pytest.mark.parametrize("wrong", [{"quorum": 0}, {"staleness": -1}, {"deadline_s": 0.0}, {"patience_s": float("inf")}])
 def test_a_policy_that_has_no_meaning_is_refused(wrong: dict[str, Any]):
     with pytest.raises(UsageError, match="positive"):
-        Policy(**wrong)
+        ServerPolicy(**wrong)
 
 
 def test_a_server_with_workers_that_an_earlier_one_had_to_do_without_waits_for_their_calls() -> None:
     before = machine()
     before.regroup("a")
-    after = Rounds(POLICY, 100, awaited="bc", now=1.0)
+    after = ServerRounds(POLICY, 100, awaited="bc", now=1.0)
     recall(records(before), after, 1.0)
     after.regroup("bc")
     after.tick(1.0)
@@ -291,7 +298,7 @@ def test_a_server_with_workers_that_an_earlier_one_had_to_do_without_waits_for_t
     after.left("b", 1.2)
     assert after.ended is None
     after.left("c", 1.3)
-    assert after.ended == Done(0)
+    assert after.ended == TrainingDone(0)
 
 
 # Everything, in any order.
@@ -305,7 +312,7 @@ class AnyOrder(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.now = 0.0
-        self.rounds = Rounds(self.policy, total=30, awaited=NAMES[:2])
+        self.rounds = ServerRounds(self.policy, total=30, awaited=NAMES[:2])
         self.lives = dict.fromkeys(NAMES, 0)
         self.there: dict[str, bool] = dict.fromkeys(NAMES, False)
         self.sequences = dict.fromkeys(NAMES, 0)
@@ -317,10 +324,10 @@ class AnyOrder(RuleBasedStateMachine):
         self.waiting: dict[str, float] = {}
         self.spoke = dict.fromkeys(NAMES, 0.0)
 
-    def hear(self, effects: list[Effect]) -> None:
+    def hear(self, effects: list[ServerEffect]) -> None:
         for effect in effects:
             match effect:
-                case Apply(contributions, share):
+                case ApplyUpdate(contributions, share):
                     assert 0 <= share <= 1
                     assert contributions
                     self.version += 1
@@ -331,34 +338,34 @@ class AnyOrder(RuleBasedStateMachine):
                         self.applied[c.gradient] = self.version
                         lag = self.version - 1 - c.gradient[2]
                         assert 0 <= lag <= {"sync": 0, "bounded": self.policy.staleness}.get(self.policy.mode, lag)
-                case Give(worker, version, _):
+                case SendModel(worker, version, _):
                     assert version == self.version
                     self.versions[worker] = version
                     self.waiting.pop(worker, None)
-                case Tell(worker, answer):
+                case SendReply(worker, answer):
                     self.answered(worker, answer)
         assert self.rounds.version == self.version
 
     def answered(self, worker: str, answer: object) -> None:
-        if isinstance(answer, Wait):
+        if isinstance(answer, KeepAlive):
             assert self.now >= self.spoke[worker] + self.policy.deadline_s, "told to wait too often"
             self.spoke[worker] = self.now
             if worker in self.waiting:  # it may have called again, and not yet have repeated its question
                 self.waiting[worker] = self.now
         else:
             self.waiting.pop(worker, None)
-        if not isinstance(answer, Accepted | Stale | Refused):
+        if not isinstance(answer, PushAccepted | PushStale | RequestRefused):
             return
         sent = self.open.get(worker)
         assert sent is not None
         assert sent.sequence == answer.sequence
         key = (worker, sent.sequence, sent.version)
         assert self.verdicts.setdefault(key, answer) == answer, "two answers to one push"
-        assert (key in self.applied) == isinstance(answer, Accepted)
-        if isinstance(answer, Accepted):
+        assert (key in self.applied) == isinstance(answer, PushAccepted)
+        if isinstance(answer, PushAccepted):
             assert self.applied[key] == answer.version
 
-    def then(self, effects: list[Effect]) -> None:
+    def then(self, effects: list[ServerEffect]) -> None:
         self.hear(effects)
         self.hear(self.rounds.tick(self.now))
 
@@ -376,7 +383,7 @@ class AnyOrder(RuleBasedStateMachine):
         self.spoke[worker] = self.now
         self.waiting.pop(worker, None)
         effects = self.rounds.joined(caller, self.now)
-        (welcome,) = [answer for answer in answers(effects, worker) if isinstance(answer, Welcome)]
+        (welcome,) = [answer for answer in answers(effects, worker) if isinstance(answer, JoinReply)]
         if worker not in self.open:
             self.sequences[worker] = welcome.sequence
         assert welcome.accepted == sum(name == worker for name, _, _ in self.applied)
@@ -461,11 +468,11 @@ class AnyOrder(RuleBasedStateMachine):
 
 
 class AnyOrderBounded(AnyOrder):
-    policy = Policy(mode="bounded", staleness=1, deadline_s=10.0, patience_s=60.0)
+    policy = ServerPolicy(mode="bounded", staleness=1, deadline_s=10.0, patience_s=60.0)
 
 
 class AnyOrderAsync(AnyOrder):
-    policy = Policy(mode="async", deadline_s=10.0, patience_s=60.0)
+    policy = ServerPolicy(mode="async", deadline_s=10.0, patience_s=60.0)
 
 
 _settings = settings(max_examples=60, stateful_step_count=40)

@@ -16,7 +16,7 @@ from hcsim.launch.virtual_cluster import simulate_cluster
 from hcsim.runtime.frame import HEADER_BYTES
 from hcsim.training.data import Batches
 from hcsim.training.optimizer import Sgd, clip
-from hcsim.training.parameter_server.messages import QUESTIONS, Join, Leave, Pull, Push
+from hcsim.training.parameter_server.messages import QUESTIONS, Join, LeaveRequest, Pull, Push
 from hcsim.training.run import Point, Report, Run
 from hcsim.training.strategies import check_training
 from hcsim.training.tasks import task
@@ -135,7 +135,7 @@ def test_the_bytes_of_a_worker_are_its_messages_its_gradients_and_their_headers(
         Join("epoch 0", "00001", (1 << 62) - 1, task("convex").fingerprint),
         *(Pull(version) for version in (-1, 0, 1, 2)),
         *(Push(version + 1, version, 16, "none", sizes) for version in range(3)),
-        Leave("done"),
+        LeaveRequest("done"),
     ]
     asked_bytes = sum(HEADER_BYTES + len(QUESTIONS.encode(message)) for message in messages)
     expected = asked_bytes + 3 * (HEADER_BYTES + sum(sizes))

@@ -25,7 +25,7 @@ _SMALL_TALK_PIECES, _SMALL_TALK_BYTES = 16, 64 * 1024
 peer notices the close."""
 
 
-class Pipe(Protocol):
+class MessagePipe(Protocol):
     """A carrier of pieces, in order. One task reads, one writes."""
 
     carrier: str
@@ -43,12 +43,12 @@ class Pipe(Protocol):
     async def abort(self) -> None: ...
 
 
-class PiecewiseChannel:
+class MessageChannel:
     """A channel over a pipe, which it owns."""
 
     outlet = None
 
-    def __init__(self, pipe: Pipe, peer: str) -> None:
+    def __init__(self, pipe: MessagePipe, peer: str) -> None:
         self._pipe = pipe
         self._peer = peer
         self._max_frame_bytes = FIRST_MAX_FRAME_BYTES

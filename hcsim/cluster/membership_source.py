@@ -10,12 +10,12 @@ from typing import Protocol, TypeAlias
 
 import msgspec
 
-from hcsim.cluster.diagnosis import Failure
-from hcsim.cluster.probe import Ways
+from hcsim.cluster.diagnosis import ViewFailure
+from hcsim.cluster.probe import Routes
 from hcsim.cluster.view import Member, View
 from hcsim.runtime.host import Host
 
-Checker: TypeAlias = Callable[[Sequence[tuple[str, float]]], Awaitable[tuple[str, list[str]]]]
+MemberCheck: TypeAlias = Callable[[Sequence[tuple[str, float]]], Awaitable[tuple[str, list[str]]]]
 """Check this machine and others. The arguments are addresses of members' collectives, each with the seconds
 that the answer may take. Return what is wrong with this machine and with each of them (empty: nothing)."""
 
@@ -25,7 +25,7 @@ LAST_CALL_PAUSE_S = 0.5
 """The interval at which they ask each other again whether there are such machines."""
 
 
-class Introduction(msgspec.Struct, frozen=True):
+class NodeInfo(msgspec.Struct, frozen=True):
     """The identity and the addresses of a node."""
 
     node: str
@@ -39,7 +39,7 @@ class Introduction(msgspec.Struct, frozen=True):
     home: str = ""
 
 
-class Conductor(Protocol):
+class MembershipSource(Protocol):
     """Determines which view is valid. One computation at a time uses it."""
 
     @property
@@ -50,7 +50,7 @@ class Conductor(Protocol):
         """Return whether members prove their node id on every channel."""
 
     @property
-    def ways(self) -> Ways | None:
+    def ways(self) -> Routes | None:
         """Return the known routes to other members; None if routes are neither known nor to be measured."""
 
     async def view(self, after: int, outcome: str = "") -> View | None:
@@ -80,11 +80,11 @@ class Conductor(Protocol):
     def surveyed(self, epoch: int) -> None:
         """Report that the links of that view are measured: from now on members that wait for this node may blame it."""
 
-    def broken(self, epoch: int, failure: Failure) -> None:
+    def broken(self, epoch: int, failure: ViewFailure) -> None:
         """Report that the work in that view failed: a new view is needed, perhaps without the members that caused
         it."""
 
-    def check_with(self, check: Checker | None) -> None:
+    def check_with(self, check: MemberCheck | None) -> None:
         """Use this function to check whether this machine can work with others; None: checks are no longer possible."""
 
     def finish(self, outcome: str) -> None:
@@ -95,10 +95,10 @@ class Conductor(Protocol):
 
 
 async def next_view(
-    host: Host, conductor: Conductor, after: int, leaving: asyncio.Event | None, outcome: str = ""
+    host: Host, conductor: MembershipSource, after: int, leaving: asyncio.Event | None, outcome: str = ""
 ) -> View | None:
     """Return the next view; None once this member wants to leave while there is no view, or if it need not wait
-    (see `Conductor.view`)."""
+    (see `MembershipSource.view`)."""
     if leaving is None:
         return await conductor.view(after, outcome)
     looking: asyncio.Task[View | None] = host.spawn(conductor.view(after, outcome), name="next view")

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import pytest
 
-from hcsim.cluster.conductor import Introduction
-from hcsim.cluster.inquiry import Survey, ask
-from hcsim.cluster.messages import Told
-from hcsim.cluster.node import Node
+from hcsim.cluster.membership_source import NodeInfo
+from hcsim.cluster.messages import StatusReply
+from hcsim.cluster.node import ClusterNode
+from hcsim.cluster.status_client import StatusClient, ask
 from hcsim.cluster.view import Member
 from hcsim.config import Crash
 from hcsim.errors import HcsimError
@@ -20,15 +20,15 @@ from tests.cluster.nodes import Party
 ABC = ("a", "b", "c")
 
 
-def surveyed(party: Party, peers: Sequence[str], look_s: float) -> Survey:
+def surveyed(party: Party, peers: Sequence[str], look_s: float) -> StatusClient:
     """What host a finds out, some heartbeats after it is in a view."""
-    surveys: list[Survey] = []
+    surveys: list[StatusClient] = []
 
-    async def look(node: Node) -> None:
+    async def look(node: ClusterNode) -> None:
         host = party.world.host("a")
         await node.view(-1)
         await host.clock.sleep(3.0)
-        surveys.append(Survey(host, "", 1.0))
+        surveys.append(StatusClient(host, "", 1.0))
         await surveys[0].run(peers, look_s)
 
     party.meanwhile["a"] = look
@@ -36,7 +36,7 @@ def surveyed(party: Party, peers: Sequence[str], look_s: float) -> Survey:
     return surveys[0]
 
 
-def check(told: dict[str, Told]) -> None:
+def check(told: dict[str, StatusReply]) -> None:
     assert sorted(told) == [*ABC]
     for node, each in told.items():
         assert each.view.nodes == ABC
@@ -68,7 +68,7 @@ def test_who_does_not_answer_is_named_with_the_reason() -> None:
 def test_a_leader_that_is_gone_for_good_is_waited_for_until_a_person_says_so() -> None:
     party = Party(("a", "b"), faults=[Crash(Seconds(2.0), "a")])
 
-    async def say(node: Node) -> None:
+    async def say(node: ClusterNode) -> None:
         host = party.world.host("b")
         await host.clock.sleep(10.0)
         assert party.members("b") == [("a", "b")]
@@ -83,10 +83,10 @@ def test_a_leader_that_is_gone_for_good_is_waited_for_until_a_person_says_so() -
 class Renamed(Party):
     """Host c calls itself a."""
 
-    def node(self, host: VirtualHost) -> Node:
+    def node(self, host: VirtualHost) -> ClusterNode:
         name = "a" if host.name == "c" else host.name
-        me = Introduction(host.name, host.rng("boot").getrandbits(47), name, f"{host.name}:52415", f"{host.name}:52416")
-        return Node(host, me, self.config, lambda what: self.told.append((host.name, what)))
+        me = NodeInfo(host.name, host.rng("boot").getrandbits(47), name, f"{host.name}:52415", f"{host.name}:52416")
+        return ClusterNode(host, me, self.config, lambda what: self.told.append((host.name, what)))
 
 
 def test_one_that_is_gone_for_good_is_known_from_another_machine_under_its_name() -> None:
@@ -95,10 +95,10 @@ def test_one_that_is_gone_for_good_is_known_from_another_machine_under_its_name(
     awaited: list[Member] = []
     members: list[list[str]] = []
 
-    async def say(node: Node) -> None:
+    async def say(node: ClusterNode) -> None:
         host = party.world.host("b")
         await host.clock.sleep(10.0)
-        survey = Survey(host, "", 1.0)
+        survey = StatusClient(host, "", 1.0)
         await survey.run(("b:52415", "c:52415"), 1.0)
         awaited.extend(survey.awaited())
         members.append(sorted(survey.told["b"].view.nodes))

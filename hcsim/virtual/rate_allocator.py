@@ -379,7 +379,7 @@ def _tighten(resource: Resource) -> None:
                 resource.load += amount * flow.rate
 
 
-class Sharing:
+class RateAllocator:
     """The rates of all started flows. Changes are queued and take effect with `solve`."""
 
     def __init__(self) -> None:

@@ -11,12 +11,22 @@ from __future__ import annotations
 import asyncio
 from typing import Protocol
 
-from hcsim.cluster.messages import SCHEMA, Ask, Beat, Goodbye, Hello, Message, Probe, Status, Told
+from hcsim.cluster.messages import (
+    SCHEMA,
+    ControlMessage,
+    Goodbye,
+    HeartbeatMessage,
+    NodeHello,
+    ProbeRequest,
+    Status,
+    StatusReply,
+    StatusRequest,
+)
 from hcsim.errors import ChannelError, HcsimError, PeerRefused, RemoteProtocolError
 from hcsim.runtime.channel import Channel, Listener
 from hcsim.runtime.clock import within
 from hcsim.runtime.host import Host
-from hcsim.transport.callers import Callers
+from hcsim.transport.admission_queue import AdmissionQueue
 from hcsim.transport.messages import expect
 
 MESSAGE_LIMIT_BYTES = 256 * 1024
@@ -32,30 +42,30 @@ COPIED = (
 """The reason for rejecting a node, for metrics and log."""
 
 
-class Owner(Protocol):
+class ConnectionHandler(Protocol):
     """Callbacks for events on the control connections."""
 
     def status(self) -> Status: ...
 
-    def hello(self) -> Hello: ...
+    def hello(self) -> NodeHello: ...
 
-    def asked(self, ask: Ask) -> Told:
+    def asked(self, ask: StatusRequest) -> StatusReply:
         """Return the status of this node to a status client, and process what the client reports."""
 
     async def probed(self, channel: Channel) -> None:
         """Serve a peer that measures the link to this node."""
 
-    def up(self, hello: Hello) -> None: ...
+    def up(self, hello: NodeHello) -> None: ...
 
     def down(self, node: str, goodbye: Goodbye | None) -> None:
         """The connection to a node has closed, with its goodbye if it sent one."""
 
-    def said(self, node: str, message: Message) -> None: ...
+    def said(self, node: str, message: ControlMessage) -> None: ...
 
     def told(self, what: str) -> None: ...
 
 
-class Line:
+class ControlConnection:
     """The control connection to one node."""
 
     def __init__(self, channel: Channel, status: Status, dialler: str) -> None:
@@ -63,9 +73,9 @@ class Line:
         self.us = status.us
         self.dialler = dialler
         self.signs = 0
-        self._outbox: asyncio.Queue[Message] = asyncio.Queue(OUTBOX)
+        self._outbox: asyncio.Queue[ControlMessage] = asyncio.Queue(OUTBOX)
 
-    def put(self, message: Message) -> None:
+    def put(self, message: ControlMessage) -> None:
         """Queue a message; a stuck connection drops it, and the sender repeats it later."""
         if not self._outbox.full():
             self._outbox.put_nowait(message)
@@ -75,14 +85,14 @@ class Line:
             await SCHEMA.send(self.channel, await self._outbox.get())
 
 
-class Lines:
+class ControlConnections:
     """All control connections of this node."""
 
-    def __init__(self, host: Host, owner: Owner) -> None:
+    def __init__(self, host: Host, owner: ConnectionHandler) -> None:
         self._host = host
         self._owner = owner
-        self._lines: dict[str, Line] = {}
-        self._strangers = Callers(host)
+        self._lines: dict[str, ControlConnection] = {}
+        self._strangers = AdmissionQueue(host)
         self._closed = False
 
     @property
@@ -94,12 +104,12 @@ class Lines:
         line = self._lines.get(node)
         return "" if line is None else line.channel.peer
 
-    def send(self, node: str, message: Message) -> None:
+    def send(self, node: str, message: ControlMessage) -> None:
         line = self._lines.get(node)
         if line is not None:
             line.put(message)
 
-    def send_all(self, message: Message) -> None:
+    def send_all(self, message: ControlMessage) -> None:
         for line in self._lines.values():
             line.put(message)
 
@@ -143,16 +153,16 @@ class Lines:
             channel.limit(MESSAGE_LIMIT_BYTES)
             async with self._host.clock.timeout(HELLO_TIMEOUT_S):
                 first = await SCHEMA.recv(channel)
-                if isinstance(first, Ask):
+                if isinstance(first, StatusRequest):
                     await SCHEMA.send(channel, self._owner.asked(first))
                     await channel.close()
                     return
-                if not isinstance(first, Probe):
+                if not isinstance(first, ProbeRequest):
                     theirs = _hello(first, channel)
                     await SCHEMA.send(channel, self._owner.hello())
             self._strangers.known(channel)
             known = True
-            if isinstance(first, Probe):
+            if isinstance(first, ProbeRequest):
                 await self._owner.probed(channel)
                 return
             await self._introduce(channel, theirs, theirs.status.us.node)
@@ -166,7 +176,7 @@ class Lines:
             if not known:
                 self._strangers.known(channel)
 
-    async def _introduce(self, channel: Channel, hello: Hello, dialler: str) -> None:
+    async def _introduce(self, channel: Channel, hello: NodeHello, dialler: str) -> None:
         """Decide whether a channel becomes the connection to that node; if so, run it."""
         us, theirs = self._owner.status().us, hello.status
         node = theirs.us.node
@@ -191,7 +201,7 @@ class Lines:
             await channel.close()
             return
         old = self._lines.get(node)
-        line = self._lines[node] = Line(channel, theirs, dialler)
+        line = self._lines[node] = ControlConnection(channel, theirs, dialler)
         if old is not None:
             await old.channel.close()
         if self._lines.get(node) is line:
@@ -206,14 +216,14 @@ class Lines:
             await channel.close()
         raise PeerRefused(f"{channel.peer} was refused: {text}", channel.peer)
 
-    async def _answers(self, line: Line) -> bool:
+    async def _answers(self, line: ControlConnection) -> bool:
         """Return whether the node at the other end still answers."""
         signs = line.signs
-        line.put(Beat(1, self._owner.status()))
+        line.put(HeartbeatMessage(1, self._owner.status()))
         await self._host.clock.sleep(PROBE_S)
         return self._lines.get(line.us.node) is line and line.signs > signs
 
-    async def _run(self, line: Line, node: str) -> None:
+    async def _run(self, line: ControlConnection, node: str) -> None:
         sending = self._host.spawn(line.send_all(), name=f"outbox for {line.us.name}")
         goodbye: Goodbye | None = None
         try:
@@ -240,7 +250,7 @@ class Lines:
                     self._owner.down(node, goodbye)
 
 
-def _hello(message: Message, channel: Channel) -> Hello:
+def _hello(message: ControlMessage, channel: Channel) -> NodeHello:
     if isinstance(message, Goodbye):
         raise PeerRefused(f"{channel.peer} refused us: {message.reason}", channel.peer)
-    return expect(message, Hello, channel.peer)
+    return expect(message, NodeHello, channel.peer)

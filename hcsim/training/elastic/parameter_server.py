@@ -30,11 +30,11 @@ from functools import partial
 import msgspec
 import numpy as np
 
-from hcsim.cluster.conductor import LAST_CALL_PAUSE_S, LAST_CALL_S, Conductor
+from hcsim.cluster.membership_source import LAST_CALL_PAUSE_S, LAST_CALL_S, MembershipSource
 from hcsim.cluster.view import View
 from hcsim.collectives.group import Group
 from hcsim.collectives.select import Options
-from hcsim.compressors.base import State
+from hcsim.compressors.base import CompressorStateDict
 from hcsim.compressors.registry import make
 from hcsim.config.training import Training
 from hcsim.errors import (
@@ -50,15 +50,22 @@ from hcsim.runtime.host import CONNECT_TIMEOUT_S, Host
 from hcsim.training.data import Batches
 from hcsim.training.elastic import standby
 from hcsim.training.elastic.checkpoint import fitting
-from hcsim.training.elastic.member import ElasticMember, Extras
-from hcsim.training.elastic.standby import Keeper
-from hcsim.training.elastic.transfer import Contradiction, Doubt, Parcel, gather_echoed
+from hcsim.training.elastic.member import ElasticMember, TrainingExtras
+from hcsim.training.elastic.standby import ServerReplica
+from hcsim.training.elastic.transfer import Contradiction, StateArrays, VoteConflict, gather_echoed
 from hcsim.training.learner import fingerprint
-from hcsim.training.parameter_server.gradients import Gradients, Received
-from hcsim.training.parameter_server.messages import Done
-from hcsim.training.parameter_server.rounds import Policy, Rounds
+from hcsim.training.parameter_server.gradients import GradientCodec, ReceivedPush
+from hcsim.training.parameter_server.messages import TrainingDone
+from hcsim.training.parameter_server.rounds import ServerPolicy, ServerRounds
 from hcsim.training.parameter_server.server import Server, recall, records
-from hcsim.training.parameter_server.strategy import Participant, Start, address_of, beside_server, listen, policy_of
+from hcsim.training.parameter_server.strategy import (
+    Participant,
+    ViewStart,
+    address_of,
+    beside_server,
+    listen,
+    policy_of,
+)
 from hcsim.training.strategies import optimizer, strategy
 
 JOB = "elastic"
@@ -77,28 +84,30 @@ applies."""
 class ServedMember(ElasticMember):
     """A worker, which also runs the server or its standby if it is among the first two members."""
 
-    def __init__(self, host: Host, conductor: Conductor, settings: Training, seed: int, extras: Extras) -> None:
+    def __init__(
+        self, host: Host, conductor: MembershipSource, settings: Training, seed: int, extras: TrainingExtras
+    ) -> None:
         if isinstance(settings.batch, tuple):
             raise ConfigError(f"batch = {list(settings.batch)}: members of a parameter server change; give one figure")
         super().__init__(host, conductor, settings, seed, extras)
         chosen = strategy(self.settings.strategy)
-        assert isinstance(chosen, Policy)
+        assert isinstance(chosen, ServerPolicy)
         self._intent = msgspec.json.encode(self.intent(), enc_hook=float)
-        self._keeper = Keeper(self.learner, optimizer(self.settings))
+        self._keeper = ServerReplica(self.learner, optimizer(self.settings))
         drawer = zlib.crc32(conductor.us.node.encode())  # ranks change with the view, and one that rounds does not
-        gradients = Gradients(self.learner.layout, make(settings.compressor, seed=seed, rank=drawer))
+        gradients = GradientCodec(self.learner.layout, make(settings.compressor, seed=seed, rank=drawer))
         self._us = Participant(beside_server(self.learner, seed), gradients, policy_of(chosen, self.settings))
         worker = self._us.hire(conductor.us.node, JOB)
         connect_s = NEAR_S if settings.server is None else CONNECT_TIMEOUT_S
         worker.connect_timeout_s = min(connect_s, self.settings.timeout_s)
         self._compared = 0
         """How often the members' final models differed."""
-        self._remembered: State = {}
+        self._remembered: CompressorStateDict = {}
         """This worker's compressor state in the checkpoint."""
         self._due = 0
         """The step after which to save."""
 
-    def reload(self, checkpoint: Parcel) -> None:
+    def reload(self, checkpoint: StateArrays) -> None:
         with fitting():
             self._keeper.adopt(checkpoint)
         self._keeper.reloaded = True
@@ -154,7 +163,7 @@ class ServedMember(ElasticMember):
     async def _begin(self, group: Group) -> None:
         """Agree on where this view begins."""
         state, us, serves = self._keeper.state, self._us, group.rank == standby.SERVER
-        ours = self._after(state) if serves and state is not None else Start()
+        ours = self._after(state) if serves and state is not None else ViewStart()
         start = await standby.agreed_start(group, ours, self.settings.steps)
         if state is not None:
             state.begin(start)
@@ -166,8 +175,8 @@ class ServedMember(ElasticMember):
         run.learner = self.learner if serves else us.learner
         us.begin(run, start)
 
-    def _after(self, state: standby.ServerState) -> Start:
-        return self._us.start_at(state.version, Start(*state.since, state.step))
+    def _after(self, state: standby.ServerState) -> ViewStart:
+        return self._us.start_at(state.version, ViewStart(*state.since, state.step))
 
     async def _call(self, group: Group, port: int = 0, near: str = "") -> None:
         """Distribute the port of the server and connect the worker to it; the worker beside the server uses the
@@ -177,7 +186,9 @@ class ServedMember(ElasticMember):
 
     # A view ends.
 
-    async def _look(self, group: Group, view: View, duty: asyncio.Task[Done] | asyncio.Task[None] | None) -> None:
+    async def _look(
+        self, group: Group, view: View, duty: asyncio.Task[TrainingDone] | asyncio.Task[None] | None
+    ) -> None:
         """Return when training is done or the members change. Raise if the group, the worker, or this member's
         server or standby has failed."""
         while not self._us.ended:
@@ -283,7 +294,7 @@ class ServedMember(ElasticMember):
             await standby.tell_end(group)
         return await self._ended(group, view)
 
-    async def _keep(self, group: Group, rounds: Rounds, received: list[Received]) -> None:
+    async def _keep(self, group: Group, rounds: ServerRounds, received: list[ReceivedPush]) -> None:
         """Send the update to the standby, after which it counts, and save if a checkpoint is due."""
         us = self._us
         if group.size > 1:
@@ -294,7 +305,7 @@ class ServedMember(ElasticMember):
             remembered = us.worker.state(rounds.members[us.worker.name].verdict)
             saved = self._keeper.saved(us.start_at(rounds.version, us.start), records(rounds))
             beside = {WORKER + name: array for name, array in remembered.items()}
-            await self.checkpoints.save(self.host, Parcel(saved.about, {**saved.arrays, **beside}), step)
+            await self.checkpoints.save(self.host, StateArrays(saved.about, {**saved.arrays, **beside}), step)
 
     # The standby, and those who only work.
 
@@ -314,7 +325,7 @@ class ServedMember(ElasticMember):
         return await self._ended(group, view)
 
 
-async def _run(server: Server, listener: Listener) -> Done:
+async def _run(server: Server, listener: Listener) -> TrainingDone:
     """Serve this view. If the server gives up, fail the view; the next view has another server."""
     try:
         return await server.run(listener)
@@ -335,7 +346,7 @@ def _violated(group: Group, view: View, worker: str, error: RemoteProtocolError)
 def _failure(why: DeadlineExceeded | GradientsRefused, us: int) -> CollectiveError:
     """Return the error that ends a view in which this member's worker gave up."""
     if isinstance(why, GradientsRefused):
-        return Contradiction(str(why), peer=standby.SERVER, doubts=(Doubt(standby.SERVER, us, str(why)),))
+        return Contradiction(str(why), peer=standby.SERVER, doubts=(VoteConflict(standby.SERVER, us, str(why)),))
     failure = CollectiveError(str(why), peer=standby.SERVER)
     failure.__cause__ = why.__cause__
     return failure

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hcsim.config import FewDescriptors
-from hcsim.transport.reception import CHECK_S, Reception, check_all
+from hcsim.transport.group_listener import CHECK_S, GroupListener, check_all
 from hcsim.units import Seconds
 from hcsim.virtual.host import VirtualHost
 from hcsim.virtual.world import World
@@ -17,7 +17,7 @@ def test_who_cannot_be_connected_to_all_others_at_once_does_not_pass(connections
     world = World(on_switch("abc", [FewDescriptors(at_s=Seconds(0.5), node="a", connections=connections)]))
 
     async def body(host: VirtualHost, *others: VirtualHost) -> tuple[str, list[str]]:
-        receptions = [Reception(other, await other.listen(f"{other.name}:52416")) for other in others]
+        receptions = [GroupListener(other, await other.listen(f"{other.name}:52416")) for other in others]
         await host.clock.sleep(1)
         found = await check_all(host, [(f"{other.name}:52416", CHECK_S) for other in others])
         for reception in receptions:

@@ -17,7 +17,7 @@ import ml_dtypes
 import numpy as np
 
 from hcsim.collectives.buffers import Array
-from hcsim.scripts.conversation import Grown, Slot
+from hcsim.scripts.ipc import Grown, SharedArray
 
 _IN_MEMORY = Path("/dev/shm")
 _ALIGNED_BYTES = 64
@@ -32,7 +32,7 @@ def shared_file() -> int:
         return os.dup(file.fileno())
 
 
-class Mapped:
+class SharedMemoryMap:
     """The parts of the file that are mapped in this process."""
 
     def __init__(self, descriptor: int) -> None:
@@ -42,7 +42,7 @@ class Mapped:
     def map(self, part: Grown) -> None:
         self._parts.append((part.start, mmap.mmap(self._descriptor, part.size_bytes, offset=part.start)))
 
-    def at(self, slot: Slot) -> Array:
+    def at(self, slot: SharedArray) -> Array:
         start, memory = next(part for part in reversed(self._parts) if part[0] <= slot.start)
         dtype = _BFLOAT16 if slot.dtype == _BFLOAT16.name else np.dtype(slot.dtype)
         return np.frombuffer(memory, dtype, slot.length, slot.start - start)
@@ -53,18 +53,18 @@ class Mapped:
         self._parts.clear()
 
 
-class Arena:
+class SharedMemoryAllocator:
     """The rank's side: the allocator of slots."""
 
     def __init__(self, descriptor: int) -> None:
-        self.mapped = Mapped(descriptor)
+        self.mapped = SharedMemoryMap(descriptor)
         self._descriptor = descriptor
         self._size_bytes = 0
         self._free: list[tuple[int, int]] = []
         """Free ranges (start, end) in ascending order; none spans two parts."""
         self._ends: list[int] = []
 
-    def take(self, like: Array) -> tuple[Slot, Grown | None]:
+    def take(self, like: Array) -> tuple[SharedArray, Grown | None]:
         """Allocate a slot for such an array. Also return the part that was added for it, if any."""
         size_bytes = max(1, -(-like.nbytes // _ALIGNED_BYTES)) * _ALIGNED_BYTES
         grown = None if any(end - start >= size_bytes for start, end in self._free) else self._grow(size_bytes)
@@ -75,9 +75,9 @@ class Arena:
             del self._free[place]
         else:
             self._free[place] = (start + size_bytes, end)
-        return Slot(start, like.size, like.dtype.name), grown
+        return SharedArray(start, like.size, like.dtype.name), grown
 
-    def give_back(self, slot: Slot, size_bytes: int) -> None:
+    def give_back(self, slot: SharedArray, size_bytes: int) -> None:
         """Free the slot and merge it with free neighbours."""
         start = slot.start
         end = start + max(1, -(-size_bytes // _ALIGNED_BYTES)) * _ALIGNED_BYTES

@@ -20,7 +20,7 @@ from hcsim.errors import ChannelError, HcsimError
 from hcsim.runtime.channel import EMPTY, Channel, Listener, Phantom
 from hcsim.runtime.frame import Header, Kind
 from hcsim.runtime.host import Host, Work
-from hcsim.transport.callers import Callers
+from hcsim.transport.admission_queue import AdmissionQueue
 from hcsim.transport.hello import HELLO_LIMIT_BYTES, HELLO_TIMEOUT_S, hear
 
 CHECK_S = 3.0
@@ -31,23 +31,23 @@ _ECHO = memoryview(bytes(HELLO_LIMIT_BYTES))
 _EXERCISE = 4096
 """The number of elements in the vectors that a device adds in a check."""
 
-First: TypeAlias = tuple[Kind, bytes]
-Take: TypeAlias = Callable[[Channel, First], None]
+FirstFrame: TypeAlias = tuple[Kind, bytes]
+ChannelHandler: TypeAlias = Callable[[Channel, FirstFrame], None]
 """Takes a caller and its first frame."""
 
 
-class Reception:
+class GroupListener:
     """Accepts callers of collectives during a node's lifetime."""
 
     def __init__(self, host: Host, listener: Listener) -> None:
         self.host = host
         self._listener = listener
-        self._callers = Callers(host)
-        self._take: Take | None = None
+        self._callers = AdmissionQueue(host)
+        self._take: ChannelHandler | None = None
         self._attached: asyncio.Future[None] | None = None
         self._serving = host.spawn(self._callers.accept(listener, self._called), name="accept callers of collectives")
 
-    def attach(self, take: Take) -> None:
+    def attach(self, take: ChannelHandler) -> None:
         """Hand callers of groups to `take` from now on, including those that wait already."""
         self._take = take
         if self._attached is not None:

@@ -4,26 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from hcsim.cluster.control_connections import ControlConnections
 from hcsim.cluster.discovery import Discovery
-from hcsim.cluster.health import Pulse
-from hcsim.cluster.lines import Lines
+from hcsim.cluster.health import FailureDetector
 from hcsim.cluster.membership import Membership
-from hcsim.cluster.probe import Ways
+from hcsim.cluster.probe import Routes
 from hcsim.cluster.view import View
 from hcsim.runtime.host import Host
 
 
-class Figures:
+class ClusterMetrics:
     """Records counters and histograms, and sets gauges at collection time."""
 
     def __init__(
         self,
         host: Host,
         membership: Membership,
-        lines: Lines,
+        lines: ControlConnections,
         discovery: Discovery,
-        pulses: Mapping[str, Pulse],
-        ways: Ways,
+        pulses: Mapping[str, FailureDetector],
+        ways: Routes,
     ) -> None:
         self._clock = host.clock
         self._metrics = host.metrics
@@ -42,7 +42,7 @@ class Figures:
         for node in self._lines.nodes:
             self._metrics.counter("hcsim_heartbeats_sent_total", node=self._label(node)).add()
 
-    def looked(self, node: str, pulse: Pulse, suspected: str, now: float) -> None:
+    def looked(self, node: str, pulse: FailureDetector, suspected: str, now: float) -> None:
         """Record a health check of a peer. Peers that were already suspected are ignored."""
         if self._membership.roster.peers[node].suspected:
             return

@@ -16,8 +16,8 @@ from typing import Protocol
 from hcsim.runtime.channel import REST_S, Payload
 from hcsim.runtime.frame import HEADER_BYTES, Header
 from hcsim.virtual.loop import VirtualLoop
-from hcsim.virtual.network import Network
-from hcsim.virtual.stream import Message, Stream
+from hcsim.virtual.network import FluidNetwork
+from hcsim.virtual.stream import StreamMessage, VirtualStream
 
 PER_WINDOW, AT_MOST = 2, 16
 """Pieces per window while the receiver is not known to read, and the maximum number. With two, the first arrives
@@ -28,7 +28,7 @@ SLACK = 1 / 16
 piece."""
 
 
-class Large:
+class SegmentedFrame:
     """The state of a large frame, shared by both ends."""
 
     __slots__ = ("context", "header", "is_read", "is_whole", "payload", "unread_bytes")
@@ -54,7 +54,7 @@ class Owner(Protocol):
     """What a large frame asks of an end's host."""
 
     loop: VirtualLoop
-    net: Network
+    net: FluidNetwork
 
 
 class End(Protocol):
@@ -65,17 +65,17 @@ class End(Protocol):
         """Whose end it is."""
 
     @property
-    def streams(self) -> tuple[Stream, Stream]:
+    def streams(self) -> tuple[VirtualStream, VirtualStream]:
         """What it sends, and what it receives."""
 
-    def came(self, large: Large, size_bytes: int, filled: bool) -> None:
+    def came(self, large: SegmentedFrame, size_bytes: int, filled: bool) -> None:
         """A piece has come, which is not the last one."""
 
-    def came_whole(self, large: Large, size_bytes: int, header: Header, payload: Payload) -> None:
+    def came_whole(self, large: SegmentedFrame, size_bytes: int, header: Header, payload: Payload) -> None:
         """The last piece has come."""
 
 
-class Departure:
+class SegmentedSend:
     """The send of a large frame."""
 
     __slots__ = (
@@ -83,7 +83,7 @@ class Departure:
         "_waiter", "unsent_bytes",
     )  # fmt: skip
 
-    def __init__(self, near: End, far: End, frame: Large) -> None:
+    def __init__(self, near: End, far: End, frame: SegmentedFrame) -> None:
         self._near, self._far, self._frame = near, far, frame
         self._out = near.streams[0]
         self._loop = near.host.loop
@@ -92,7 +92,7 @@ class Departure:
         self._part_bytes = max(min(window_bytes // PER_WINDOW, self._tcp.send_buffer_bytes), window_bytes // AT_MOST, 1)
         self._context = copy_context()
         self._waiter: asyncio.Future[None] | None = None
-        self._piece: Message | None = None
+        self._piece: StreamMessage | None = None
         """The last piece, while it is in the local queue."""
         self._fills = True
         """Whether the piece counts in the window when it leaves, because the receiver may not read it on arrival."""
@@ -153,13 +153,13 @@ class Departure:
             size_bytes = min(excess_bytes, most_bytes)
             self.unsent_bytes -= size_bytes
             self._fills = not is_read
-            self._piece = Message(size_bytes, partial(far.came, frame, size_bytes, self._fills), exposed_bytes=0)
+            self._piece = StreamMessage(size_bytes, partial(far.came, frame, size_bytes, self._fills), exposed_bytes=0)
             out.push(self._piece)
             return
         while not is_read and self.unsent_bytes > most_bytes:
             self.unsent_bytes -= most_bytes
-            out.push(Message(most_bytes, partial(far.came, frame, most_bytes, False), exposed_bytes=0))
+            out.push(StreamMessage(most_bytes, partial(far.came, frame, most_bytes, False), exposed_bytes=0))
         last_bytes, self.unsent_bytes = self.unsent_bytes, 0
         arrive = partial(far.came_whole, frame, last_bytes)
-        out.push(Message(last_bytes, arrive, frame.header, frame.payload, HEADER_BYTES + frame.header.length))
+        out.push(StreamMessage(last_bytes, arrive, frame.header, frame.payload, HEADER_BYTES + frame.header.length))
         self.end()

@@ -19,17 +19,17 @@ from hcsim.errors import HcsimError, RemoteProtocolError
 from hcsim.runtime.channel import Channel
 from hcsim.runtime.clock import disappoint
 from hcsim.runtime.frame import Header
-from hcsim.transport.rpc.messages import SCHEMA, Failure, Message, Parcel, Result
+from hcsim.transport.rpc.messages import SCHEMA, CallFailure, CallResult, EncodedValue, RpcMessage
 from hcsim.transport.rpc.references import DTYPES, Handles, arrays_bytes
 
-Key: TypeAlias = tuple[int, int]
+TransferKey: TypeAlias = tuple[int, int]
 """(OF_CALL or OF_RESULT, number)"""
 
 
-class Incoming:
+class IncomingMessage:
     """A parcel that is being received."""
 
-    def __init__(self, parcel: Parcel, taken: Handles) -> None:
+    def __init__(self, parcel: EncodedValue, taken: Handles) -> None:
         self.parcel = parcel
         self.taken = taken
         self.arrays: list[NDArray[Any]] = [np.empty(spec.shape, DTYPES[spec.dtype]) for spec in parcel.arrays]
@@ -45,17 +45,17 @@ class Incoming:
 class Inbox:
     """All parcels that are being received over one channel."""
 
-    def __init__(self, peer: str, expected: Callable[[Key], bool]) -> None:
+    def __init__(self, peer: str, expected: Callable[[TransferKey], bool]) -> None:
         self._peer = peer
         self._expected = expected
         """Return whether there has been a call of that number."""
-        self._open: dict[Key, Incoming] = {}
+        self._open: dict[TransferKey, IncomingMessage] = {}
         self._rubbish = memoryview(b"")
         self.held_bytes = 0
 
-    def announce(self, key: Key, parcel: Parcel, taken: Handles) -> Incoming:
+    def announce(self, key: TransferKey, parcel: EncodedValue, taken: Handles) -> IncomingMessage:
         """Allocate the arrays of a parcel whose size has been checked."""
-        incoming = Incoming(parcel, taken)
+        incoming = IncomingMessage(parcel, taken)
         if incoming.missing_bytes:
             self._open[key] = incoming
             self.held_bytes += incoming.size_bytes
@@ -88,7 +88,7 @@ class Inbox:
             if not incoming.complete.done():
                 incoming.complete.set_result(None)
 
-    def forget(self, key: Key) -> None:
+    def forget(self, key: TransferKey) -> None:
         """Drop a parcel that is complete or no longer needed."""
         incoming = self._open.pop(key, None)
         if incoming is not None:
@@ -101,12 +101,12 @@ class Inbox:
         self._open.clear()
 
 
-class Outgoing:
+class OutgoingMessage:
     """A message and its arrays that are being sent."""
 
     def __init__(
         self,
-        message: Message,
+        message: RpcMessage,
         step: int = 0,
         arrays: Sequence[memoryview] = (),
         segment_bytes: int = 1,
@@ -115,8 +115,8 @@ class Outgoing:
         self.frames = _frames(message, step, arrays, segment_bytes)
         self.keep = keep
         """The object to keep alive until all is sent."""
-        self.results_bytes = len(message.parcel.body) + sum(map(len, arrays)) if isinstance(message, Result) else 0
-        self.answers = isinstance(message, Result | Failure)
+        self.results_bytes = len(message.parcel.body) + sum(map(len, arrays)) if isinstance(message, CallResult) else 0
+        self.answers = isinstance(message, CallResult | CallFailure)
         self.begun = False
         self.dropped = False
 
@@ -126,14 +126,14 @@ class Outbox:
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
-        self._queue: deque[Outgoing] = deque()
+        self._queue: deque[OutgoingMessage] = deque()
         self._wanted: asyncio.Future[None] | None = None
         self.results_bytes = 0
         """The bytes of results that have not been sent yet."""
         self.answers = 0
         """The number of answers to the peer's calls that have not been sent yet."""
 
-    def put(self, outgoing: Outgoing) -> None:
+    def put(self, outgoing: OutgoingMessage) -> None:
         self._queue.append(outgoing)
         self.results_bytes += outgoing.results_bytes
         self.answers += outgoing.answers
@@ -148,7 +148,7 @@ class Outbox:
                 await self._wanted
             await self._one_frame(self._queue.popleft())  # not by name: it must not live on because we wait
 
-    async def _one_frame(self, outgoing: Outgoing) -> None:
+    async def _one_frame(self, outgoing: OutgoingMessage) -> None:
         frame = None if outgoing.dropped else next(outgoing.frames, None)
         if frame is not None:
             outgoing.begun = True
@@ -160,7 +160,7 @@ class Outbox:
 
 
 def _frames(
-    message: Message, step: int, arrays: Sequence[memoryview], segment_bytes: int
+    message: RpcMessage, step: int, arrays: Sequence[memoryview], segment_bytes: int
 ) -> Iterator[tuple[Header, memoryview]]:
     yield SCHEMA.frame(message)
     for number, array in enumerate(arrays):

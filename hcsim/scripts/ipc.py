@@ -27,7 +27,7 @@ _READ_BYTES = 1 << 16
 R = TypeVar("R")
 
 
-class Slot(msgspec.Struct, frozen=True, array_like=True):
+class SharedArray(msgspec.Struct, frozen=True, array_like=True):
     """An array in the shared memory."""
 
     start: int
@@ -40,7 +40,7 @@ class _Told(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class _Asked(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """A request, answered with an `Answer`."""
+    """A request, answered with an `SimulatorReply`."""
 
 
 class Computed(_Told, frozen=True):
@@ -79,7 +79,7 @@ class Started(_Told, frozen=True):
     number: int
     line: int
     call: GroupCall
-    slots: tuple[Slot, ...]
+    slots: tuple[SharedArray, ...]
 
 
 class Left(_Told, frozen=True):
@@ -131,10 +131,12 @@ class Stored(_Asked, frozen=True):
     timeout_s: float | None = None
 
 
-Message: TypeAlias = Computed | Printed | Stepped | Grown | Started | Left | Opened | Closed | Awaited | Slept | Stored
+RankMessage: TypeAlias = (
+    Computed | Printed | Stepped | Grown | Started | Left | Opened | Closed | Awaited | Slept | Stored
+)
 
 
-class Failure(msgspec.Struct, frozen=True, array_like=True):
+class ErrorReport(msgspec.Struct, frozen=True, array_like=True):
     """A serialised error."""
 
     kind: str
@@ -143,46 +145,46 @@ class Failure(msgspec.Struct, frozen=True, array_like=True):
     phase: str = ""
 
 
-class Finished(msgspec.Struct, frozen=True, array_like=True):
+class CallFinished(msgspec.Struct, frozen=True, array_like=True):
     """The end of a call."""
 
     number: int
     result: int = 0
-    failure: Failure | None = None
+    failure: ErrorReport | None = None
 
 
-class Answer(msgspec.Struct, frozen=True, array_like=True):
+class SimulatorReply(msgspec.Struct, frozen=True, array_like=True):
     """The simulator's answer, with its virtual time."""
 
     now_s: float
     """The time of the host's wall clock."""
     elapsed_s: float
     """The time of the host's monotonic clock."""
-    finished: tuple[Finished, ...] = ()
+    finished: tuple[CallFinished, ...] = ()
     """All calls that have ended since the previous answer."""
     number: int = 0
     values: tuple[bytes, ...] = ()
-    failure: Failure | None = None
+    failure: ErrorReport | None = None
 
 
-class Failed(msgspec.Struct, frozen=True, array_like=True):
+class RankFailed(msgspec.Struct, frozen=True, array_like=True):
     """On a real cluster: another rank's script has failed."""
 
     rank: int
     reason: str
 
 
-MESSAGES: Schema[Message] = Schema(Message)
-ANSWERS: Schema[Answer] = Schema(Answer)
+MESSAGES: Schema[RankMessage] = Schema(RankMessage)
+ANSWERS: Schema[SimulatorReply] = Schema(SimulatorReply)
 STORE_REQUESTS: Schema[Stored] = Schema(Stored)
-FAILURES: Schema[Failed] = Schema(Failed)
+FAILURES: Schema[RankFailed] = Schema(RankFailed)
 
 
-class HungUp(Exception):
+class IpcClosed(Exception):
     """The peer has closed the connection."""
 
 
-class Conversation(Generic[R]):
+class IpcConnection(Generic[R]):
     """One end of a socket pair. Sending blocks while the peer's buffer is full; receiving blocks until a
     message arrives. A request's sender receives next, so replies need no numbers."""
 
@@ -201,7 +203,7 @@ class Conversation(Generic[R]):
             sent = socket.send_fds(self._end, [framed], descriptors) if descriptors else 0
             self._end.sendall(framed[sent:])
         except OSError:
-            raise HungUp from None
+            raise IpcClosed from None
 
     def hear(self) -> R:
         size = _LENGTH.unpack(self._take(_LENGTH.size))[0]
@@ -228,7 +230,7 @@ class Conversation(Generic[R]):
             except OSError:
                 piece = b""
             if not piece:
-                raise HungUp
+                raise IpcClosed
             buffer += piece
         taken = bytes(buffer[:size])
         del buffer[:size]
@@ -252,11 +254,11 @@ def ended_how(code: int) -> str:
         return f"was ended by signal {-code}"
 
 
-def failure_of(error: BaseException) -> Failure:
+def failure_of(error: BaseException) -> ErrorReport:
     kind, text = describe(error)
     if isinstance(error, CollectiveError):
-        return Failure(kind, text, error.peer, error.phase)
-    return Failure(kind, text or repr(error))
+        return ErrorReport(kind, text, error.peer, error.phase)
+    return ErrorReport(kind, text or repr(error))
 
 
 _ERRORS = {
@@ -266,7 +268,7 @@ _ERRORS = {
 }
 
 
-def raised(failure: Failure) -> HcsimError:
+def raised(failure: ErrorReport) -> HcsimError:
     error = revive(failure.kind, failure.text, _ERRORS) or HcsimError(f"{failure.kind}: {failure.text}")
     if isinstance(error, CollectiveError):
         error.peer, error.phase = failure.peer, failure.phase

@@ -25,7 +25,7 @@ from hcsim.training.tasks import task
 _FORMAT = "hcsim model 1"
 
 
-class Saved(msgspec.Struct, frozen=True):
+class SavedModel(msgspec.Struct, frozen=True):
     """A model that was read from a file."""
 
     task: Task
@@ -45,7 +45,7 @@ def save_model(path: Path, of: Task, parameters: npt.NDArray[np.float32], about:
         raise ConfigError(f"{path}: the model cannot be written: {error.strerror}") from None
 
 
-def load_model(path: Path) -> Saved:
+def load_model(path: Path) -> SavedModel:
     """Read a model, and verify its digest."""
     try:
         path.open("rb").close()  # of whatever it cannot open safetensors says that it is not there
@@ -72,4 +72,4 @@ def load_model(path: Path) -> Saved:
         raise ConfigError(f"{path}: {of.name} has no tensor {', '.join(strange)}")
     if digest(parameters) != about.get("sha256"):
         raise ConfigError(f"{path}: the parameters are not those that were saved (their SHA-256 differs)")
-    return Saved(of, parameters, about)
+    return SavedModel(of, parameters, about)

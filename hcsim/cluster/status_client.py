@@ -10,22 +10,22 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
+from hcsim.cluster.control_connections import HELLO_TIMEOUT_S, MESSAGE_LIMIT_BYTES
 from hcsim.cluster.discovery import place_of
-from hcsim.cluster.lines import HELLO_TIMEOUT_S, MESSAGE_LIMIT_BYTES
-from hcsim.cluster.messages import SCHEMA, Ask, Told
+from hcsim.cluster.messages import SCHEMA, StatusReply, StatusRequest
 from hcsim.cluster.view import Member
 from hcsim.errors import DeadlineExceeded, HcsimError
 from hcsim.runtime.host import Host
 from hcsim.transport.messages import expect
 
 
-async def ask(host: Host, address: str, timeout_s: float, forget: str = "") -> Told:
+async def ask(host: Host, address: str, timeout_s: float, forget: str = "") -> StatusReply:
     """Return the status of the node at that address; `forget` names a node that is gone for good."""
     channel = await host.connect(address, timeout_s=timeout_s)
     try:
         channel.limit(MESSAGE_LIMIT_BYTES)
         async with host.clock.timeout(HELLO_TIMEOUT_S):
-            return expect(await SCHEMA.ask(channel, Ask(forget)), Told, address)
+            return expect(await SCHEMA.ask(channel, StatusRequest(forget)), StatusReply, address)
     except TimeoutError:
         raise DeadlineExceeded(f"{address} did not answer within {HELLO_TIMEOUT_S:g} s") from None
     finally:
@@ -39,7 +39,7 @@ MOST_ASKED = 64
 counted."""
 
 
-class Survey:
+class StatusClient:
     """Queries every node once."""
 
     def __init__(self, host: Host, namespace: str, timeout_s: float, forget: str = "") -> None:
@@ -48,7 +48,7 @@ class Survey:
         self._timeout_s = timeout_s
         self._forget = forget
         self._asking: dict[str, asyncio.Task[None]] = {}
-        self.told: dict[str, Told] = {}
+        self.told: dict[str, StatusReply] = {}
         self._here: list[Member] = []
         """All members that answered; two with the same id if a key was copied."""
         self.failures: dict[str, str] = {}

@@ -28,19 +28,19 @@ from hcsim.runtime.channel import Payload
 from hcsim.runtime.frame import HEADER_BYTES, Header
 from hcsim.telemetry.trace import Trace
 from hcsim.virtual.channel import ChannelHost, VirtualChannel
-from hcsim.virtual.links import Path, Topology
-from hcsim.virtual.network import Gate, Network, Sender
-from hcsim.virtual.stream import Stream
+from hcsim.virtual.links import Path, ResourceGraph
+from hcsim.virtual.network import FluidNetwork, Gate, Sender
+from hcsim.virtual.stream import VirtualStream
 
 
-class Wiring:
+class HostNetwork:
     """The network between the hosts, which are identified by name, each in its current life."""
 
-    def __init__(self, scenario: Scenario, net: Network, hosts: Mapping[str, ChannelHost]) -> None:
+    def __init__(self, scenario: Scenario, net: FluidNetwork, hosts: Mapping[str, ChannelHost]) -> None:
         self._scenario = scenario
         self._net = net
         self._hosts = hosts
-        self.topology = Topology(scenario)
+        self.topology = ResourceGraph(scenario)
         self.on_join: Callable[[VirtualChannel], None] | None = None
         """Called with each end of a new connection."""
         self._gates: dict[str, Gate] = {}
@@ -50,7 +50,7 @@ class Wiring:
         self._speaking: dict[str, dict[int, VirtualChannel]] = {}
         """Ends whose last message has not arrived, closed or not, by sending host and stream number."""
         net.on_end = self._ended
-        self._changes: list[Change] = []
+        self._changes: list[MediumChange] = []
         self._cuts: dict[tuple[str, str], int] = {}
         self._clogged_until_ns: dict[tuple[str, str], int] = {}
         self._blocks: dict[tuple[str, int], list[str]] = {}
@@ -171,12 +171,12 @@ class Wiring:
 
     # Changes of the links.
 
-    def change(self, change: Change) -> None:
+    def change(self, change: MediumChange) -> None:
         """Apply a change of the network."""
         self._changes.append(change)
         self._rebuild()
 
-    def restore(self, change: Change) -> None:
+    def restore(self, change: MediumChange) -> None:
         """Undo one change; later ones stay."""
         self._changes.remove(change)
         self._rebuild()
@@ -185,7 +185,7 @@ class Wiring:
         scenario = self._scenario
         for change in self._changes:
             scenario = changed(scenario, change)
-        self.topology = Topology(scenario, self.topology.resources)
+        self.topology = ResourceGraph(scenario, self.topology.resources)
         for name, capacity in self.topology.capacities.items():
             self._net.capacity(self.topology.resources[name], capacity)
         self._add_gates()
@@ -224,8 +224,8 @@ class Wiring:
         there = self.topology.route(source, channel.peer, outgoing.interfaces)
         return there, self.topology.route(channel.peer, source, incoming.interfaces)
 
-    def _stream(self, name: str, there: Path, back: Path) -> Stream:
-        stream = Stream(self._net, name, there, back)
+    def _stream(self, name: str, there: Path, back: Path) -> VirtualStream:
+        stream = VirtualStream(self._net, name, there, back)
         used = [resource.name for resource, _ in there.uses]
         stream.gates = tuple(gate for air, gate in self._gates.items() if air in used)
         return stream
@@ -239,13 +239,13 @@ class Wiring:
 
 Frame: TypeAlias = tuple[Header, Payload]
 FLIP = "flip"
-Alter: TypeAlias = Callable[[VirtualChannel, Header, Payload], Frame | None]
+FrameChange: TypeAlias = Callable[[VirtualChannel, Header, Payload], Frame | None]
 """Maps the sender's end and a frame to the frame that arrives instead, or to None to wait for another."""
-Rule: TypeAlias = Callable[[VirtualChannel, Header, Payload], tuple[Frame, ...] | None]
+FrameRule: TypeAlias = Callable[[VirtualChannel, Header, Payload], tuple[Frame, ...] | None]
 """Maps the sender's end and a frame to the frames that arrive instead, in order, or to None for no change."""
 
 
-class Tampering:
+class FrameFaults:
     """Frames that arrive other than they were sent, past every checksum of the network.
 
     A change waits for the next frame between two hosts that it can be made to, on whatever connection. A rule changes
@@ -253,25 +253,25 @@ class Tampering:
     connections take a detour through here; all others are untouched and cost nothing.
     """
 
-    def __init__(self, wiring: Wiring, trace: Trace, *, sealed: bool) -> None:
+    def __init__(self, wiring: HostNetwork, trace: Trace, *, sealed: bool) -> None:
         self._wiring = wiring
         self._trace = trace
         self._sealed = sealed
-        self._waiting: dict[tuple[str, str], list[tuple[str, Alter]]] = {}
-        self._rules: dict[tuple[str, str], list[tuple[str, Rule]]] = {}
+        self._waiting: dict[tuple[str, str], list[tuple[str, FrameChange]]] = {}
+        self._rules: dict[tuple[str, str], list[tuple[str, FrameRule]]] = {}
         wiring.on_join = self._watch
 
-    def add(self, what: str, source: str, target: str, alter: Alter) -> None:
+    def add(self, what: str, source: str, target: str, alter: FrameChange) -> None:
         """Change one frame from `source` to `target`; `what` names the change in the trace."""
         self._waiting.setdefault((source, target), []).append((what, alter))
         self._watch_all(source, target)
 
-    def add_rule(self, what: str, source: str, target: str, rule: Rule) -> None:
+    def add_rule(self, what: str, source: str, target: str, rule: FrameRule) -> None:
         """Apply a rule to all frames from `source` to `target`; `what` names it in the trace."""
         self._rules.setdefault((source, target), []).append((what, rule))
         self._watch_all(source, target)
 
-    def remove_rule(self, source: str, target: str, rule: Rule) -> None:
+    def remove_rule(self, source: str, target: str, rule: FrameRule) -> None:
         ways = self._rules[source, target]
         ways[:] = [entry for entry in ways if entry[1] is not rule]
 
@@ -309,7 +309,7 @@ class Tampering:
         for each in frames:
             deliver(*each)
 
-    def _ruled(self, channel: VirtualChannel, what: str, rule: Rule, frame: Frame) -> tuple[Frame, ...]:
+    def _ruled(self, channel: VirtualChannel, what: str, rule: FrameRule, frame: Frame) -> tuple[Frame, ...]:
         made = rule(channel, *frame)
         if made is None:
             return (frame,)
@@ -320,10 +320,10 @@ class Tampering:
         self._trace.record((channel.host.loop.env.now_ns, "fault", what, channel.streams[0].name))
 
 
-Change: TypeAlias = LinkChange | CablePulled | InterfaceChange | RouterReboot
+MediumChange: TypeAlias = LinkChange | CablePulled | InterfaceChange | RouterReboot
 
 
-def changed(scenario: Scenario, change: Change) -> Scenario:
+def changed(scenario: Scenario, change: MediumChange) -> Scenario:
     """Return the scenario with one change of its network applied."""
     if isinstance(change, CablePulled):
         return _unplugged(scenario, change)

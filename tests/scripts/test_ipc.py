@@ -10,27 +10,27 @@ from collections.abc import Iterator
 import pytest
 
 from hcsim.errors import CollectiveError, CompressionError, HcsimError, RemoteProtocolError, UsageError
-from hcsim.scripts.conversation import FAILURES, Conversation, Failed, HungUp, failure_of, raised
+from hcsim.scripts.ipc import FAILURES, IpcClosed, IpcConnection, RankFailed, failure_of, raised
 
-Ends = tuple[Conversation[Failed], Conversation[Failed]]
+Ends = tuple[IpcConnection[RankFailed], IpcConnection[RankFailed]]
 
 
 @pytest.fixture
 def ends() -> Iterator[Ends]:
     one, other = socket.socketpair()
     with one, other:
-        yield Conversation(one, FAILURES, descriptors=1), Conversation(other, FAILURES, descriptors=1)
+        yield IpcConnection(one, FAILURES, descriptors=1), IpcConnection(other, FAILURES, descriptors=1)
 
 
 def test_messages_that_have_piled_up_are_read_one_by_one(ends: Ends) -> None:
-    said = [Failed(rank, "x" * (rank * 999)) for rank in range(20)]
+    said = [RankFailed(rank, "x" * (rank * 999)) for rank in range(20)]
     for message in said:
         ends[0].say(message)
     assert [ends[1].hear() for _ in said] == said
 
 
 def test_a_request_is_answered_however_large_it_is(ends: Ends) -> None:
-    large = Failed(1, "x" * 4_000_000)
+    large = RankFailed(1, "x" * 4_000_000)
     answering = threading.Thread(target=lambda: ends[1].say(ends[1].hear()))
     answering.start()
     assert ends[0].ask(large) == large
@@ -39,9 +39,9 @@ def test_a_request_is_answered_however_large_it_is(ends: Ends) -> None:
 
 def test_an_open_file_comes_with_its_message(ends: Ends) -> None:
     read, write = os.pipe()
-    ends[0].say(Failed(1, ""), (write,))
+    ends[0].say(RankFailed(1, ""), (write,))
     os.close(write)
-    assert ends[1].hear() == Failed(1, "")
+    assert ends[1].hear() == RankFailed(1, "")
     (theirs,) = ends[1].take_descriptors()
     assert ends[1].take_descriptors() == []
     os.write(theirs, b"here")
@@ -51,13 +51,13 @@ def test_an_open_file_comes_with_its_message(ends: Ends) -> None:
 
 
 def test_the_end_of_the_peer_ends_the_wait(ends: Ends) -> None:
-    ends[0].say(Failed(1, "last word"))
+    ends[0].say(RankFailed(1, "last word"))
     ends[0].close()
-    assert ends[1].hear() == Failed(1, "last word")
-    with pytest.raises(HungUp):
+    assert ends[1].hear() == RankFailed(1, "last word")
+    with pytest.raises(IpcClosed):
         ends[1].hear()
-    with pytest.raises(HungUp):
-        ends[1].say(Failed(1, ""))
+    with pytest.raises(IpcClosed):
+        ends[1].say(RankFailed(1, ""))
 
 
 def test_another_message_is_the_peers_fault(ends: Ends) -> None:

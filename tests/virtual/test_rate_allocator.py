@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hcsim.errors import UsageError
-from hcsim.virtual.sharing import Flow, Resource, Sharing
+from hcsim.virtual.rate_allocator import Flow, RateAllocator, Resource
 
 SLACK = 1e-9
 
@@ -59,7 +59,7 @@ def progressive_filling(flows: Sequence[Flow]) -> dict[int, float]:
 
 def shared(*flows: Flow) -> list[float]:
     """The rates when all of them run."""
-    sharing = Sharing()
+    sharing = RateAllocator()
     for flow in flows:
         sharing.start(flow)
     sharing.solve()
@@ -150,9 +150,9 @@ def test_a_capacity_or_a_bound_without_meaning_is_refused() -> None:
         with pytest.raises(UsageError):
             Resource("bad", bad)
         with pytest.raises(UsageError):
-            Sharing().set_capacity(link, bad)
+            RateAllocator().set_capacity(link, bad)
     with pytest.raises(UsageError):
-        Sharing().set_bound(flow, -1.0)
+        RateAllocator().set_bound(flow, -1.0)
 
 
 @pytest.mark.parametrize("bad", [{"uses": ()}, {"weight": 0.0}, {"bound": -1.0}])
@@ -170,7 +170,7 @@ def test_a_coefficient_must_be_positive() -> None:
 def test_solve_returns_the_started_flows_whose_rate_changed_in_order_of_their_ids() -> None:
     link, other = Resource("link", 10.0), Resource("other", 10.0)
     first, second, apart = Flow(1, ((link, 1.0),)), Flow(2, ((link, 1.0),)), Flow(3, ((other, 1.0),))
-    sharing = Sharing()
+    sharing = RateAllocator()
     for flow in (apart, second, first):
         sharing.start(flow)
     assert sharing.solve() == [first, second, apart]
@@ -182,7 +182,7 @@ def test_solve_returns_the_started_flows_whose_rate_changed_in_order_of_their_id
 
 def test_stopped_and_started_again_in_one_instant_nothing_changes() -> None:
     flows = ring([1.0, 2.0, 3.0], 0.03)
-    sharing = Sharing()
+    sharing = RateAllocator()
     for flow in flows:
         sharing.start(flow)
     sharing.solve()
@@ -196,7 +196,7 @@ def test_stopped_and_started_again_in_one_instant_nothing_changes() -> None:
 def test_a_resource_is_full_only_while_flows_take_all_of_it() -> None:
     link = Resource("link", 10.0)
     flow = Flow(1, ((link, 1.0),), bound=4.0)
-    sharing = Sharing()
+    sharing = RateAllocator()
     sharing.start(flow)
     sharing.solve()
     assert not sharing.is_full(link)
@@ -215,7 +215,7 @@ def test_a_resource_is_full_only_while_flows_take_all_of_it() -> None:
 def test_a_flow_that_starts_again_alone_finds_what_is_there_now(capacity: float) -> None:
     link = Resource("link", 10.0)
     flow = Flow(1, ((link, 1.0),))
-    sharing = Sharing()
+    sharing = RateAllocator()
     sharing.start(flow)
     assert sharing.solve() == [flow]
     sharing.stop(flow)
@@ -231,7 +231,7 @@ def test_a_flow_that_starts_again_alone_finds_what_is_there_now(capacity: float)
 def test_a_flow_that_starts_again_finds_who_came_meanwhile_and_not_who_went() -> None:
     link, other_link = Resource("link", 10.0), Resource("other link", 4.0)
     flow, other = Flow(1, ((link, 1.0),)), Flow(2, ((link, 1.0), (other_link, 1.0)))
-    sharing = Sharing()
+    sharing = RateAllocator()
     for started, stopped, rates in (
         ([flow], [], (10.0, 0.0)),
         ([], [flow], (0.0, 0.0)),
@@ -254,7 +254,7 @@ def test_a_flow_that_starts_again_finds_who_came_meanwhile_and_not_who_went() ->
 def test_a_resource_is_used_from_the_start_to_the_stop_of_a_flow_even_one_that_can_never_fill_it() -> None:
     wide, narrow = Resource("wide", 10.0), Resource("narrow", 1.0)
     flow = Flow(1, ((wide, 1.0), (narrow, 1.0)))
-    sharing = Sharing()
+    sharing = RateAllocator()
     assert not sharing.is_used(wide)
     sharing.start(flow)
     assert sharing.is_used(wide)
@@ -267,7 +267,7 @@ def test_a_resource_is_used_from_the_start_to_the_stop_of_a_flow_even_one_that_c
 def test_a_capacity_that_comes_back_is_shared_again() -> None:
     link = Resource("link", 10.0)
     flows = [Flow(1, ((link, 1.0),)), Flow(2, ((link, 1.0),))]
-    sharing = Sharing()
+    sharing = RateAllocator()
     for flow in flows:
         sharing.start(flow)
     for capacity, share in ((10.0, 5.0), (0.0, 0.0), (8.0, 4.0)):
@@ -279,7 +279,7 @@ def test_a_capacity_that_comes_back_is_shared_again() -> None:
 def test_a_wide_resource_counts_once_enough_flows_use_it() -> None:
     wide = Resource("wide", 5.0)
     flows = [Flow(i, ((wide, 1.0), (Resource(f"narrow {i}", 2.0), 1.0))) for i in range(4)]
-    sharing = Sharing()
+    sharing = RateAllocator()
     for flow, share in zip(flows, (2.0, 2.0, 5 / 3, 5 / 4), strict=True):
         sharing.start(flow)
         sharing.solve()
@@ -291,7 +291,7 @@ def test_a_wide_resource_counts_once_its_capacity_falls_or_that_of_another_rises
     for wide_capacity, narrow_capacity, share in ((1.0, 2.0, 1.0), (5.0, 9.0, 5.0), (0.0, 2.0, 0.0)):
         wide, narrow = Resource("wide", 5.0), Resource("narrow", 2.0)
         flow = Flow(1, ((wide, 1.0), (narrow, 1.0)))
-        sharing = Sharing()
+        sharing = RateAllocator()
         sharing.start(flow)
         sharing.solve()
         sharing.set_capacity(wide, wide_capacity)
@@ -304,7 +304,7 @@ def test_a_wide_resource_counts_once_its_capacity_falls_or_that_of_another_rises
 def test_a_resource_that_all_but_closes_leaves_no_rounding_behind(capacity: float) -> None:
     link = Resource("link", 1e9)
     flow = Flow(1, ((link, 0.03),))
-    sharing = Sharing()
+    sharing = RateAllocator()
     sharing.start(flow)
     sharing.solve()
     sharing.set_capacity(link, capacity)
@@ -315,7 +315,7 @@ def test_a_resource_that_all_but_closes_leaves_no_rounding_behind(capacity: floa
 @pytest.mark.parametrize("step", [0.0, 0.001, 0.01, 0.25])
 def test_a_ring_that_starts_and_stops_flow_by_flow_is_as_if_started_at_once(step: float) -> None:
     flows = ring([1.0 + step * i for i in range(24)], 0.03)
-    sharing = Sharing()
+    sharing = RateAllocator()
     for flow in flows:
         sharing.start(flow)
         sharing.solve()
@@ -333,7 +333,7 @@ def test_a_ring_that_starts_and_stops_flow_by_flow_is_as_if_started_at_once(step
 @pytest.mark.parametrize("step", [0.0, 0.01])
 def test_a_whole_ring_started_or_stopped_by_halves_in_one_instant_is_fair(step: float) -> None:
     flows = ring([1.0 + step * (i * 37 % 64) for i in range(64)], 0.03)
-    sharing = Sharing()
+    sharing = RateAllocator()
     for flow in flows:
         sharing.start(flow)
     assert sharing.solve() == flows
@@ -373,7 +373,7 @@ def operations() -> st.SearchStrategy[Ops]:
     return st.lists(operation, min_size=1, max_size=30)
 
 
-def apply(sharing: Sharing, resources: list[Resource], flows: list[Flow], op: tuple[str, int, float]) -> None:
+def apply(sharing: RateAllocator, resources: list[Resource], flows: list[Flow], op: tuple[str, int, float]) -> None:
     kind, index, value = op
     flow, resource = flows[index % len(flows)], resources[index % len(resources)]
     if kind == "start":
@@ -393,7 +393,7 @@ def test_after_any_history_the_rates_are_those_of_progressive_filling(
     world: tuple[list[Resource], list[Flow]], ops: Ops, per_instant: int
 ) -> None:
     resources, flows = world
-    sharing = Sharing()
+    sharing = RateAllocator()
     started: dict[int, Flow] = {}
     for number, op in enumerate(ops, start=1):
         apply(sharing, resources, flows, op)
@@ -416,7 +416,7 @@ def test_after_any_history_the_rates_are_those_of_progressive_filling(
 def test_the_same_history_gives_the_same_bits() -> None:
     def run() -> list[str]:
         flows = ring([1.0 + (i * 7 % 11) / 3 for i in range(16)], 0.03)
-        sharing = Sharing()
+        sharing = RateAllocator()
         log = []
         for turn in range(200):
             flow = flows[turn * 5 % 16]

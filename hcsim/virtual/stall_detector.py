@@ -4,7 +4,7 @@ A suspended coroutine knows what it awaits, which is again a coroutine, down to 
 innermost frame of this chain outside the standard library: its file, line, source text, and the object it
 belongs to. The text contains no memory address, so two runs of one scenario give the same text.
 
-Where hosts still send heartbeats, the event queue never runs empty. There a `Standstill` detects a livelock:
+Where hosts still send heartbeats, the event queue never runs empty. There a `StallDetector` detects a livelock:
 members have finished or are gone for good, and the others wait for a message that never comes. A real cluster
 logs this and waits; a simulated one would run for ever.
 """
@@ -83,7 +83,7 @@ def _plain(value: object) -> str:
     return text if len(text) <= _LONGEST_REPR else text[:_LONGEST_REPR] + "…"
 
 
-class Standstill:
+class StallDetector:
     """Periodic livelock check: `moved` returns a different value if there was progress."""
 
     def __init__(

@@ -4,11 +4,12 @@ When there are too many, the oldest of the source that has the most of them is h
 places does not keep a caller from elsewhere out. A source is the identity that a channel has proved, or else its
 address without the port.
 
-`Throttle` makes guessing slow: after a few failures a source has to wait, twice as long after each further one.
+`FailureBackoff` makes guessing slow: after a few failures a source has to wait, twice as long after each further one.
 
-`Refusals` keeps who was turned away: one of them may be whom somebody waits for.
+`RefusalLog` keeps who was turned away: one of them may be whom somebody waits for.
 
-`Once` says a thing once: what keeps being tried keeps failing for the same reason, and one line about it is enough.
+`LogDeduplicator` says a thing once: what keeps being tried keeps failing for the same reason, and one line about it is
+enough.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import re
 from collections.abc import Callable
 
 from hcsim.runtime.channel import Channel, Listener
-from hcsim.runtime.clock import News
+from hcsim.runtime.clock import BroadcastEvent
 from hcsim.runtime.host import Host
 
 FREE_FAILURES = 5
@@ -29,7 +30,7 @@ MAX_SOURCES = 4096
 dropped."""
 
 
-class Throttle:
+class FailureBackoff:
     """Counts failures by source. It has no clock; the caller passes `now_s`."""
 
     def __init__(self) -> None:
@@ -74,7 +75,7 @@ def one_line(text: str, longest: int = LONGEST_LINE) -> str:
     return text if len(text) <= longest else text[:longest] + "…"
 
 
-class Refusals:
+class RefusalLog:
     """Keeps the last refusal of a caller, and passes each on."""
 
     def __init__(self, tell: Callable[[str], None] = lambda what: None) -> None:
@@ -98,7 +99,7 @@ class Refusals:
 MAX_STRANGERS = 64
 
 
-class Callers:
+class AdmissionQueue:
     """Accepts channels while there is room for unauthenticated callers; further ones wait if no source has more than
     one."""
 
@@ -106,7 +107,7 @@ class Callers:
         self._host = host
         self._strangers: dict[Channel, str] = {}
         """The sources of accepted channels that are still unauthenticated, oldest first."""
-        self._news = News()
+        self._news = BroadcastEvent()
 
     async def accept(self, listener: Listener, greet: Callable[[Channel, int], object]) -> None:
         """Accept channels and call `greet` with each and its number. `known` has to be called when the caller is
@@ -154,7 +155,7 @@ _MOST = 256
 """Then it begins to forget: a stranger cannot fill our memory."""
 
 
-class Once:
+class LogDeduplicator:
     """Passes on what was not said before."""
 
     def __init__(self, tell: Callable[[str], None]) -> None:

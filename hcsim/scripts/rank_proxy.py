@@ -16,34 +16,34 @@ import msgspec
 from hcsim.calls import perform
 from hcsim.errors import HcsimError
 from hcsim.runtime.host import Work
-from hcsim.scripts.conversation import (
-    Answer,
+from hcsim.scripts.groups import RankGroups
+from hcsim.scripts.ipc import (
     Awaited,
+    CallFinished,
     Closed,
     Computed,
-    Finished,
     Grown,
-    HungUp,
+    IpcClosed,
     Left,
-    Message,
     Opened,
     Printed,
+    RankMessage,
+    SimulatorReply,
     Slept,
     Started,
     Stepped,
     Stored,
     failure_of,
 )
-from hcsim.scripts.groups import RankGroups
-from hcsim.scripts.processes import Process
-from hcsim.scripts.store import LINGER_S, StoreLine
+from hcsim.scripts.processes import RankProcess
+from hcsim.scripts.store import LINGER_S, StoreClient
 from hcsim.virtual.host import VirtualHost
 
 Say = Callable[[int, str], None]
 """Called with (stream, text) for the script's output."""
 
 
-class Record(msgspec.Struct):
+class RankStats(msgspec.Struct):
     """Statistics of a rank."""
 
     rank: int
@@ -64,11 +64,11 @@ class Record(msgspec.Struct):
     error: str = ""
 
 
-class Attendant:
+class RankProxy:
     """Serves one rank from start to end."""
 
     def __init__(
-        self, host: VirtualHost, process: Process, groups: RankGroups, store: StoreLine, record: Record
+        self, host: VirtualHost, process: RankProcess, groups: RankGroups, store: StoreClient, record: RankStats
     ) -> None:
         self._host = host
         self._process = process
@@ -77,7 +77,7 @@ class Attendant:
         self._record = record
         self._flops_per_byte = flops_per_byte(host)
         self._under_way: dict[int, asyncio.Task[int]] = {}
-        self._finished: list[Finished] = []
+        self._finished: list[CallFinished] = []
 
     async def attend(self, say: Say) -> Left | None:
         """Serve the rank until its script ends. Return None if the process ended without a `Left` message."""
@@ -85,7 +85,7 @@ class Attendant:
         while True:
             try:
                 message = conversation.hear()
-            except HungUp:
+            except IpcClosed:
                 return None
             match message:
                 case Computed():
@@ -105,7 +105,7 @@ class Attendant:
                     answer = await self._answered(message)
                     try:
                         conversation.say(answer)
-                    except HungUp:
+                    except IpcClosed:
                         return None
                     await self._instant_end()
 
@@ -149,11 +149,11 @@ class Attendant:
             result = await perform(self._groups.group(started.line), started.call, arrays)
         except Exception as error:
             failure = failure_of(error)
-        self._finished.append(Finished(started.number, result, failure))
+        self._finished.append(CallFinished(started.number, result, failure))
         del self._under_way[started.number]
         return result
 
-    async def _answered(self, asked: Message) -> Answer:
+    async def _answered(self, asked: RankMessage) -> SimulatorReply:
         began_s = self._host.loop.time()
         answer: dict[str, Any] = {}
         try:
@@ -163,9 +163,9 @@ class Attendant:
         self._record.wait_s += self._host.loop.time() - began_s
         finished, self._finished = tuple(self._finished), []
         clock = self._host.clock
-        return Answer(clock.now(), clock.elapsed(), finished, **answer)
+        return SimulatorReply(clock.now(), clock.elapsed(), finished, **answer)
 
-    async def _done(self, asked: Message) -> dict[str, Any]:
+    async def _done(self, asked: RankMessage) -> dict[str, Any]:
         match asked:
             case Awaited(number, timeout_s):
                 await self._over(number, timeout_s)

@@ -90,7 +90,7 @@ def own(rank: int, name: str, first: bool = False) -> str:
 
 
 class RankState:
-    """A rank's state, where it lies."""
+    """A rank's state, by reference: nothing is copied yet."""
 
     def __init__(
         self,
@@ -230,7 +230,7 @@ class Saver:
         that it survives the loss of a machine with a local folder. `keep` older steps are kept beside the
         newest.
 
-        `alike`: all ranks hold the same state, apart from rounding. Nothing is compared, and each tensor is
+        `alike`: all ranks hold the same state, apart from rounding. No contents are compared, and each tensor is
         saved by one rank."""
         self._rank, self._world = place(group)
         if not 1 <= copies <= self._world:
@@ -243,7 +243,7 @@ class Saver:
         self._writing: threading.Thread | None = None
         self._errors: list[BaseException] = []
         """Errors of the previous saving that have not been raised yet."""
-        weakref.finalize(self, _tell_unheard, self._errors)
+        weakref.finalize(self, _warn_of_unraised, self._errors)
         self._step: int | None = None
         self._again = 0
         self._whole: list[int] = []
@@ -352,10 +352,10 @@ class Saver:
             self._errors.append(error)
 
 
-def _tell_unheard(errors: list[BaseException]) -> None:
+def _warn_of_unraised(errors: list[BaseException]) -> None:
     """Report unraised errors of the last saving when the saver is destroyed or the program exits."""
     for error in errors:
-        warnings.warn(f"the last saving failed: {error}", stacklevel=2)
+        warnings.warn(f"the last save failed: {error}", stacklevel=2)
 
 
 def _digest(here: Tensor) -> tuple[int, int]:

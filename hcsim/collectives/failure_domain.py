@@ -14,8 +14,8 @@ import asyncio
 from collections.abc import Sequence
 from typing import Protocol
 
-from hcsim.collectives.agreement import Agreement, watch
 from hcsim.collectives.buffers import ScratchPool
+from hcsim.collectives.mismatch import Agreement, watch
 from hcsim.collectives.operation import POINT_TO_POINT, RECEIVING, Operation, OperationId, OperationMetrics
 from hcsim.errors import ChannelError, CollectiveError, CollectiveTimeout, HcsimError, RemoteProtocolError
 from hcsim.runtime.frame import Header, Kind

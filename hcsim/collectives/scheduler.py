@@ -17,12 +17,12 @@ from typing import Any, TypeAlias, TypeVar
 
 import msgspec
 
-from hcsim.collectives.agreement import signature_of
 from hcsim.collectives.algorithms import plan
 from hcsim.collectives.any_source import AnySource, PendingReceive
 from hcsim.collectives.buffers import Buffer
 from hcsim.collectives.executor import execute
 from hcsim.collectives.failure_domain import FailureDomain
+from hcsim.collectives.mismatch import signature_of
 from hcsim.collectives.operation import (
     BUCKET_BITS,
     DONE,

@@ -18,20 +18,19 @@ Cost: O(its uses) for a flow that is alone in its resources or disturbs nobody; 
 the flows whose rates change and their neighbours, not to all. A change fades by the ratio of the
 coefficients at each hop (0.03 for acknowledgements) and ends below `TOLERANCE`. Should repairs not
 end soon, which rounding could cause, all flows met so far are filled as one region that can only
-grow.
+grow. A failure that remains after that is rounding, and is ignored.
 
-A flow that is alone when it stops rests in its place until somebody else comes: where it starts
-again before that, it goes on as it went, and only the flow itself is looked at.
+A flow that stops while it has its resources to itself keeps its share reserved until another flow
+starts there. If it restarts before that, it resumes at its old rate, and no other flow is examined.
 
-Progressive filling: the weighted max-min fair rates of some flows in what all others leave.
-
-Raise the levels x/w of all flows together until a resource is full or a flow meets its bound,
+Progressive filling. Raise the levels x/w of all flows together until a resource is full or a flow meets its bound,
 freeze those that are held, and go on with the rest (Bertsekas and Gallager, Data Networks, 6.5.2).
 
 There are three ways to do it, for speed alone. One flow takes what is left. A few are filled
-round by round, O(n²). Many are filled from a heap of resources by the level at which each will be
-full, O(n log n) for a bounded number of uses. Such a level only rises while flows elsewhere freeze,
-so an entry may be out of date in the heap, and is put right when it comes to the top.
+round by round, O(n²). Many are filled from a heap of resources, by the level at which each will be
+full, and of flows, by the level of their bound: O(n log n) for a bounded number of uses. Such a level
+only rises while flows elsewhere freeze, so an entry may be out of date in the heap, and is corrected
+when it comes to the top.
 
 A resource's load is a running sum; `offenders` takes it anew wherever flows are held.
 
@@ -42,7 +41,7 @@ out; on a ring of unlike links that saves a fifth.
 
 A resource once tight stays tight. Where a capacity changes, flows may come to go faster than was
 thought: that resource then counts for no flow's speed any more, and it and all that its flows use
-is tight from then on.
+are tight from then on.
 """
 
 from __future__ import annotations
@@ -85,9 +84,9 @@ class Resource:
         """The level at which it limits flows; infinite where it certainly limits none."""
         self.stale = False
         self.members: list[Flow] = []
-        """All flows that were ever started through it."""
+        """Flows that were started through it and are not forgotten."""
         self.demand = 0.0
-        """The rate its members would take if each were limited only by its other resources."""
+        """The sum over all flows ever admitted of the rate that each has when it is alone. It never decreases."""
         self.tight = False
         """Whether it may saturate; a loose resource takes no part in the filling."""
         self.fixed = True
@@ -167,7 +166,7 @@ def _fill_one(flow: Flow) -> list[Resource]:
 
 
 def fill_alone(flow: Flow) -> None:
-    """Give a flow that shares no resource its full rate."""
+    """Give a flow that shares no tight resource its full rate."""
     rate = flow.bound
     limit = None
     for resource, amount in flow.tight:
@@ -186,7 +185,7 @@ def fill_alone(flow: Flow) -> None:
     flow.alone = True
 
 
-def end_solitude(flow: Flow) -> None:
+def end_exclusive_use(flow: Flow) -> None:
     """End the exclusive use of a flow's resources: another flow starts, or a capacity changes.
 
     A stopped flow gives up its reserved share."""
@@ -371,7 +370,7 @@ def _tighten(resource: Resource) -> None:
         return
     resource.tight = True
     for flow in resource.members:
-        end_solitude(flow)
+        end_exclusive_use(flow)
         flow.tight = tuple((used, amount) for used, amount in flow.uses if used.tight)
         for used, amount in flow.tight:
             if used is resource and flow.settled:
@@ -384,8 +383,8 @@ class RateAllocator:
 
     def __init__(self) -> None:
         self._noted: list[Flow] = []
-        self._recast: dict[Resource, None] = {}
-        self._over: list[Flow] = []
+        self._changed_capacities: dict[Resource, None] = {}
+        self._forgotten: list[Flow] = []
 
     def start(self, flow: Flow) -> None:
         flow.wanted = True
@@ -413,15 +412,15 @@ class RateAllocator:
             raise UsageError(f"{resource.name} cannot have a capacity of {capacity}")
         if capacity != resource.capacity:
             for flow, _ in tuple(resource.flows.values()):
-                end_solitude(flow)
+                end_exclusive_use(flow)
             unfix(resource)
             resource.capacity = capacity
-            self._recast[resource] = None
+            self._changed_capacities[resource] = None
 
     def forget(self, flow: Flow) -> None:
         """Remove a flow that will not be started again."""
         self.stop(flow)
-        self._over.append(flow)
+        self._forgotten.append(flow)
 
     def is_full(self, resource: Resource) -> bool:
         """Return whether the flows used the whole capacity at the last `solve`."""
@@ -465,7 +464,7 @@ class RateAllocator:
         return changed
 
     def _take_changes(self) -> list[Flow]:
-        """Apply the queued starts and stops; return the flows that have to be filled."""
+        """Apply the queued starts, stops, bounds, capacities and removals; return the flows that have to be filled."""
         region: list[Flow] = []
         disturbed: list[Resource] = []
         for flow in self._noted:
@@ -474,30 +473,30 @@ class RateAllocator:
                 if flow.settled:
                     _leave(flow, disturbed)
             elif not flow.settled:
-                if flow.resting is None or not _goes_on(flow, flow.resting):
+                if flow.resting is None or not _try_resume(flow, flow.resting):
                     _enter(flow, disturbed)
                 flow.inside = True
                 region.append(flow)
             elif flow.rate > flow.bound or (flow.limit is None and flow.rate < flow.bound):
                 _join(flow, region)
         self._noted.clear()
-        if self._recast:
-            for resource in self._recast:
-                _empty(resource, region, disturbed)
-            self._recast.clear()
+        if self._changed_capacities:
+            for resource in self._changed_capacities:
+                _reset_rates(resource, region, disturbed)
+            self._changed_capacities.clear()
         for resource in disturbed:
             for flow, _ in resource.flows.values():
                 if flow.limit is resource and not flow.inside:
                     _join(flow, region)
-        while self._over:
-            dismiss(self._over.pop())
+        while self._forgotten:
+            dismiss(self._forgotten.pop())
         return region
 
 
-def _goes_on(flow: Flow, rate: float) -> bool:
-    """Return whether the flow continues at its reserved rate, because nothing has changed it."""
+def _try_resume(flow: Flow, rate: float) -> bool:
+    """Resume a flow at its reserved rate, or give up the reservation if its bound has changed; return which."""
     if rate > flow.bound or (flow.limit is None and rate < flow.bound):
-        end_solitude(flow)
+        end_exclusive_use(flow)
         return False
     flow.settled = True
     flow.previous = 0.0
@@ -516,7 +515,7 @@ def _enter(flow: Flow, disturbed: list[Resource]) -> None:
         if len(flows) == 1:
             ((other, _),) = flows.values()
             if other.alone:
-                end_solitude(other)
+                end_exclusive_use(other)
         flows[flow.id] = (flow, amount)
         if resource.level != inf:
             disturbed.append(resource)
@@ -543,9 +542,10 @@ def _leave(flow: Flow, disturbed: list[Resource]) -> None:
     flow.limit = None
 
 
-def _empty(resource: Resource, region: list[Flow], disturbed: list[Resource]) -> None:
-    """Fill the flows of the resource from zero. Subtracting from a far larger old rate would leave only rounding
-    errors."""
+def _reset_rates(resource: Resource, region: list[Flow], disturbed: list[Resource]) -> None:
+    """Set the rates of the resource's flows to zero and queue them for filling.
+
+    Subtracting from a far larger old rate would leave only rounding errors."""
     for flow, _ in resource.flows.values():
         if not flow.inside:
             _join(flow, region)

@@ -213,7 +213,7 @@ def test_what_cannot_be_written_is_told_at_the_end_if_nobody_waits(tmp_path: Pat
     folder.write_text("a file where the folder should be")
     command = [sys.executable, "-c", textwrap.dedent(program), str(folder)]
     told = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    assert f"the last saving failed: {folder}" in told
+    assert f"the last save failed: {folder}" in told
     assert told.count("cannot be written") == 1
 
 

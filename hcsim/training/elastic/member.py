@@ -92,7 +92,9 @@ class ElasticMember(Trainer, ABC):
 
     @abstractmethod
     async def train(self, group: Group, view: View) -> bool:
-        """Train in this view for as long as it lasts; return whether training is complete."""
+        """Train in this view for as long as it lasts.
+
+        Return whether this member is done with the cluster: training is complete, or it has left."""
 
     async def complete(self) -> None:
         """Note the last step, if that was not done, once no other member needs this one."""

@@ -90,7 +90,7 @@ def _outcome(member: ElasticMember) -> str:
 
 
 async def _follow(member: ElasticMember, view: View, wire: Wire, reception: GroupListener) -> bool:
-    """Take part in a view; return whether training is complete."""
+    """Take part in a view; return whether the member is done with the cluster: training is complete, or it left."""
     host, conductor = reception.host, member.conductor
     rank = view.rank(conductor.us)
     if rank is None:

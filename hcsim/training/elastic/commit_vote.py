@@ -1,0 +1,192 @@
+"""The vote before an update: all members of a view apply it, or none does.
+
+After the exchange all members
+hold the same update. One small all-gather then tells for every member whether it objects (its gradients were
+not finite), the fingerprint of its replica before the update, and whether it knows of a later view or wants to
+leave. A member that receives all votes knows that all members hold the update, and applies it. A member that
+does not receive them keeps the update, and learns in the next view whether it counts (see `synchronise`).
+
+A member that objects has sent zeros, so no other member waits for it; all drop the step and retry it. If
+replicas differ, training ends: the majority is taken as correct, and the error names the first tensor that
+differs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Iterable
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from hcsim.cluster.diagnosis import VotesSeen
+from hcsim.cluster.membership_source import LAST_CALL_PAUSE_S, LAST_CALL_S, MembershipSource
+from hcsim.cluster.view import View
+from hcsim.collectives.group import Group
+from hcsim.compressors.encoding import is_finite
+from hcsim.errors import CompressionError, Diverged, TrainingError
+from hcsim.runtime.channel import Phantom
+from hcsim.training.elastic.transfer import digests, gather_direct, gather_echoed
+from hcsim.training.layout import Bucket
+from hcsim.training.learner import Learner, fingerprint
+from hcsim.training.recoverable import Recoverable
+from hcsim.training.run import Commit, Update
+from hcsim.training.task import Flat
+
+ATTEMPTS = 4
+"""Attempts at a step whose gradients are not finite, or cannot be encoded or decoded. A model that has diverged gives
+the same each time. Faults of machines do not, though several may fall into one step when the network was down."""
+
+
+class Voter(Protocol):
+    """A member that votes."""
+
+    @property
+    def learner(self) -> Learner: ...
+
+    method: Recoverable
+    conductor: MembershipSource
+    leaving: asyncio.Event | None
+    refused: Counter[int]
+    """How often each step was dropped."""
+
+    async def applied(self) -> None:
+        """Note that a step is done."""
+
+
+class _Vote(NamedTuple):
+    print: int
+    objection: int
+    """The number of the first tensor that is not finite, or -1."""
+    superseded: int
+    leaving: int
+    """Whether the member wants to leave. After the last step: whether it waits for newcomers or to be admitted."""
+
+
+class CommitVote(Commit):
+    """The commit votes of the members of one view, step by step."""
+
+    def __init__(self, us: Voter, group: Group, view: View) -> None:
+        self.leavers: tuple[int, ...] = ()
+        """The members that leave after this step."""
+        self._us = us
+        self._group = group
+        self._view = view
+        self._objection = -1
+        self._round = 0
+        self._received: list[npt.NDArray[np.int64]] = []
+
+    @property
+    def seen(self) -> VotesSeen:
+        """The votes of the last round."""
+        return VotesSeen(self._round, dict(zip(self._view.nodes, digests(self._received), strict=False)))
+
+    async def admit(self, gradients: Flat, bucket: Bucket) -> None:
+        """Note whether this rank's part is finite. If it is not, send zeros in its place, so that no other member
+        waits."""
+        await self._group.host.device.touch(bucket.size_bytes)
+        if isinstance(gradients, Phantom) or is_finite(gradients[bucket.span]):
+            return
+        names = [tensor.name for tensor in self._us.learner.layout.tensors]
+        bad = next(t.name for t in bucket.tensors if not is_finite(t.view(gradients[bucket.span]).reshape(-1)))
+        if self._objection < 0:
+            self._objection = names.index(bad)
+        gradients[bucket.span] = 0.0
+
+    async def agreed(self, update: Update) -> bool:
+        us = self._us
+        later = us.conductor.superseded(self._view.epoch)
+        leaving = us.leaving is not None and us.leaving.is_set()
+        ours = _Vote(await self._print(), self._objection, later, leaving)
+        votes = await self._gathered(update.step, ours)
+        self._group.host.trace("voted", self._view.lineage, self._view.epoch, update.step, ours.print)
+        self._objection = -1
+        if any(vote.objection >= 0 for vote in votes):
+            self._refused(update.step, votes)
+            return False
+        self.leavers = tuple(rank for rank, vote in enumerate(votes) if vote.leaving)
+        self.ends = bool(self.leavers) or any(vote.superseded for vote in votes)
+        return True
+
+    async def applied(self) -> None:
+        await self._us.applied()
+
+    async def confirmed(self, step: int) -> bool:
+        """Confirm that all members have come to the end with the same model. Return whether this member may leave:
+        no member knows of newcomers that wait to join, or the last call is over; and no other cluster is about to
+        admit this one.
+
+        Members see preparing newcomers at different times, so they vote again and again: a member that waited
+        alone would keep the others waiting for its vote."""
+        conductor, epoch, clock = self._us.conductor, self._view.epoch, self._group.host.clock
+        until_s = clock.elapsed() + LAST_CALL_S
+        while True:
+            waits = conductor.will_be_let_in(epoch) or (conductor.preparing(epoch) and clock.elapsed() < until_s)
+            votes = await self._gathered(step, _Vote(await self._print(), -1, conductor.superseded(epoch), waits))
+            if any(vote.superseded for vote in votes):
+                return False
+            if not any(vote.leaving for vote in votes):
+                return True
+            await clock.sleep(LAST_CALL_PAUSE_S)
+
+    async def _print(self) -> int:
+        alike = self._us.method.alike
+        await self._group.host.device.touch(alike.nbytes)
+        return fingerprint(alike)
+
+    async def _gathered(self, step: int, ours: _Vote) -> list[_Vote]:
+        self._received = await gather_direct(self._group, np.array(ours, np.int64))
+        self._round += 1
+        votes = [_Vote(*(int(number) for number in each)) for each in self._received]
+        if any(vote.print != votes[0].print for vote in votes):
+            await self._differ(step)
+        return votes
+
+    async def _differ(self, step: int) -> None:
+        """Find the first tensor that differs, and end training."""
+        alike = self._us.method.alike
+        assert not isinstance(alike, Phantom)  # they have all the same fingerprint
+        tensors = self._us.learner.layout.tensors
+        ours = np.array([fingerprint(tensor.view(alike)) for tensor in tensors])
+        theirs = await gather_echoed(self._group, ours)
+        for number, tensor in enumerate(tensors):
+            prints = [int(each[number]) for each in theirs]
+            usual, count = Counter(prints).most_common(1)[0]
+            if count == len(prints):
+                continue
+            if 2 * count > len(prints):
+                unlike = [rank for rank, each in enumerate(prints) if each != usual]
+                whose = f"{self._names(unlike)} differs from the others"
+            else:
+                whose = f"{self._names(range(len(prints)))} differ, and none is in the majority"
+            raise Diverged(
+                f"before step {step} the replicas are not alike: {tensor.name} on {whose}; memory or "
+                "arithmetic failed there: test that machine, and resume from a checkpoint"
+            )
+        raise Diverged(f"before step {step} the replicas were not alike, and now they are: some machine's memory fails")
+
+    def count_codec_failure(self, step: int, error: CompressionError) -> None:
+        """Count a step whose gradients cannot be encoded, or whose received payloads cannot be decoded."""
+        if (count := self._counted(step)) >= ATTEMPTS:
+            us = self._us.conductor.us.name
+            raise TrainingError(f"step {step} was tried {count} times, and ended on {us}: {error}") from error
+
+    def _counted(self, step: int) -> int:
+        self._us.refused[step] += 1
+        return self._us.refused[step]
+
+    def _refused(self, step: int, votes: list[_Vote]) -> None:
+        count = self._counted(step)
+        against = [rank for rank, vote in enumerate(votes) if vote.objection >= 0]
+        tensor = self._us.learner.layout.tensors[votes[against[0]].objection].name
+        self._group.host.trace("step refused", step, self._names(against), tensor)
+        if count >= ATTEMPTS:
+            raise TrainingError(
+                f"step {step} was tried {count} times, and the gradients of {tensor} on {self._names(against)} "
+                "were not finite: a lower learning rate, a warm-up or clipping may help"
+            )
+
+    def _names(self, ranks: Iterable[int]) -> str:
+        return ", ".join(self._view.members[rank].name for rank in ranks)

@@ -39,7 +39,7 @@ from hcsim.compressors.feedback import ErrorFeedback
 from hcsim.compressors.powersgd import PowerSGD
 from hcsim.compressors.registry import make
 from hcsim.errors import CollectiveError, NotFinite, UsageError
-from hcsim.training.aggregation.aggregator import OneLevel
+from hcsim.training.aggregation import OneLevel
 from hcsim.training.layout import Bucket, Tensor
 from hcsim.training.learner import TimeAccounting
 

@@ -16,7 +16,7 @@ import numpy as np
 from hcsim import Phantom
 from hcsim.compressors.base import Ident
 from hcsim.plugins import register_strategy
-from hcsim.training.aggregation.exchange import Bench
+from hcsim.training.aggregation import Bench
 
 
 class Gossip(msgspec.Struct, frozen=True):

@@ -36,8 +36,7 @@ from hcsim.config import Training
 from hcsim.config.file import parse_scenario, shipped_scenarios
 from hcsim.errors import UNDECODABLE, HcsimError
 from hcsim.identity.handshake import Credentials, Handshake, HandshakeFault, HandshakeRole, HandshakeState
-from hcsim.identity.key import NodeKey
-from hcsim.identity.namespace import ClusterSecret
+from hcsim.identity.keys import ClusterSecret, NodeKey
 from hcsim.identity.trust_list import TrustList, TrustRecord, decode_record, phrase_key
 from hcsim.identity.trust_store import StoredTrust, TrustStore
 from hcsim.real.hardware import MemoryStore

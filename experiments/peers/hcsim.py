@@ -10,8 +10,7 @@ from contextlib import asynccontextmanager
 
 import hcsim
 from experiments.peers.peer import Floats, Job, Peer, Rank
-from hcsim.identity.key import NodeKey
-from hcsim.identity.namespace import ClusterSecret
+from hcsim.identity.keys import ClusterSecret, NodeKey
 from hcsim.real.tls import ClusterTls
 
 

@@ -18,8 +18,7 @@ from hcsim.cluster.joining import InvitationServer, Knock, find, knock, thank
 from hcsim.cluster.messages import LinkStatus, StatusReply
 from hcsim.cluster.status_client import StatusClient
 from hcsim.errors import ConfigError, HcsimError
-from hcsim.identity.key import NodeKey
-from hcsim.identity.namespace import ClusterSecret
+from hcsim.identity.keys import ClusterSecret, NodeKey
 from hcsim.identity.trust_list import MOST_NAME, OTHER_CLUSTER, Invitation, TrustRecord
 from hcsim.launch.real import ask_cluster
 from hcsim.node import admitted

@@ -22,8 +22,7 @@ from msgspec import Meta
 
 from hcsim.cluster.discovery import place_of
 from hcsim.errors import ConfigError, HcsimError, PeerRefused, RemoteProtocolError
-from hcsim.identity.key import node_id_of
-from hcsim.identity.namespace import SECRET_BYTES, ClusterSecret
+from hcsim.identity.keys import SECRET_BYTES, ClusterSecret, node_id_of
 from hcsim.identity.trust_list import MOST_BYTES, MOST_NAME, Invitation, PublicKey, TrustRecord
 from hcsim.identity.trust_store import TrustStore
 from hcsim.runtime.channel import Channel

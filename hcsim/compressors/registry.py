@@ -10,12 +10,10 @@ from typing import NamedTuple, TypeAlias
 from hcsim.compressors.base import Compressor
 from hcsim.compressors.cast import Bf16, Dense, Fp16
 from hcsim.compressors.feedback import SUFFIX, ErrorFeedback
-from hcsim.compressors.int8 import Int8
 from hcsim.compressors.lossless import Lossless
-from hcsim.compressors.onebit import OneBit
+from hcsim.compressors.low_bit import Int8, OneBit
 from hcsim.compressors.powersgd import PowerSGD
-from hcsim.compressors.randomk import RandomK
-from hcsim.compressors.topk import TopK
+from hcsim.compressors.sparse import RandomK, TopK
 from hcsim.errors import ConfigError
 from hcsim.registry import Registry
 from hcsim.units import did_you_mean

@@ -50,8 +50,7 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from hcsim.errors import HcsimError, UsageError
-from hcsim.identity.key import NodeKey, is_signed, node_id_of
-from hcsim.identity.namespace import ClusterSecret
+from hcsim.identity.keys import ClusterSecret, NodeKey, is_signed, node_id_of
 from hcsim.identity.trust_list import MOST_BYTES, RefusalReason, TrustListFull
 from hcsim.identity.trust_store import NO_DIGEST, TrustStore
 

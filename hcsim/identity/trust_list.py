@@ -47,8 +47,7 @@ import msgspec
 from msgspec import Meta
 
 from hcsim.errors import ConfigError
-from hcsim.identity.key import NodeKey, is_signed, node_id_of
-from hcsim.identity.namespace import ClusterSecret
+from hcsim.identity.keys import ClusterSecret, NodeKey, is_signed, node_id_of
 from hcsim.runtime.frame import decode_message
 
 

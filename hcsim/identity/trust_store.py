@@ -10,8 +10,7 @@ from typing import Protocol
 import msgspec
 
 from hcsim.errors import ConfigError, HcsimError
-from hcsim.identity.key import NodeKey, node_id_of
-from hcsim.identity.namespace import SECRET_BYTES, ClusterSecret
+from hcsim.identity.keys import SECRET_BYTES, ClusterSecret, NodeKey, node_id_of
 from hcsim.identity.trust_list import (
     WE_ARE_EXPELLED,
     WE_ARE_UNLISTED,

@@ -14,8 +14,7 @@ from hcsim.cluster.topology import Topology, TopologyEdge, TopologyNode, describ
 from hcsim.config import Cluster, Leave, Scenario, Training, load_scenario
 from hcsim.errors import ConfigError
 from hcsim.identity.handshake import BOOT_BITS, Credentials
-from hcsim.identity.key import SEED_BYTES, NodeKey
-from hcsim.identity.namespace import SECRET_BYTES, ClusterSecret
+from hcsim.identity.keys import SECRET_BYTES, SEED_BYTES, ClusterSecret, NodeKey
 from hcsim.identity.trust_store import StoredTrust, TrustStore
 from hcsim.launch.virtual import Outcome, outcome_of, refuse_tunnels
 from hcsim.node import ClusterJob, coordinating, introduced, train_as_member

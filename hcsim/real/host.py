@@ -35,13 +35,13 @@ import msgspec
 
 from hcsim import rng
 from hcsim.errors import ChannelError, ConfigError, DeadlineExceeded, PeerRefused
-from hcsim.real.failures import is_distrust, translated
 from hcsim.real.hardware import FileStore, MemoryStore, RealClock, RealDevice
 from hcsim.real.interfaces import list_interfaces
 from hcsim.real.listener import StreamListener, listening_socket
 from hcsim.real.shm.rendezvous import Rendezvous
 from hcsim.real.shm.rendezvous import dial as dial_shared
 from hcsim.real.shm.stream import is_possible as can_share_memory
+from hcsim.real.sockets import is_distrust, translated
 from hcsim.real.stream_channel import StreamChannel
 from hcsim.real.tcp import TcpStream, TlsStream, tune
 from hcsim.real.tls import ClusterTls, Tls, TlsFiles

@@ -28,8 +28,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from hcsim.errors import ConfigError
 from hcsim.files import write_whole
 from hcsim.identity.handshake import BOOT_BITS, Credentials
-from hcsim.identity.key import SEED_BYTES, NodeKey
-from hcsim.identity.namespace import SECRET_BYTES, ClusterSecret
+from hcsim.identity.keys import SECRET_BYTES, SEED_BYTES, ClusterSecret, NodeKey
 from hcsim.identity.trust_list import TrustRecord
 from hcsim.identity.trust_store import TrustStore
 from hcsim.runtime.host import packed, unpacked

@@ -17,10 +17,9 @@ from contextlib import AsyncExitStack
 from typing import Any
 
 from hcsim.errors import ChannelBroken, ChannelClosed, ChannelError
-from hcsim.real.failures import translated
 from hcsim.real.message_channel import MessageChannel
 from hcsim.real.shm.rendezvous import Rendezvous, accept, peer_process
-from hcsim.real.sockets import own, readable
+from hcsim.real.sockets import own, readable, translated
 from hcsim.real.stream_channel import StreamChannel
 from hcsim.real.tcp import TcpStream, TlsStream, tune
 from hcsim.real.tls import Tls

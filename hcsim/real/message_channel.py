@@ -11,7 +11,7 @@ import asyncio
 from typing import Protocol
 
 from hcsim.errors import ChannelBroken, ChannelClosed, ChannelError, RemoteProtocolError, UsageError
-from hcsim.real.failures import fresh
+from hcsim.real.sockets import fresh
 from hcsim.real.stream import FIRST_MAX_FRAME_BYTES, bytes_of, room_for
 from hcsim.runtime.channel import EMPTY, REST_S, Landed, Payload, Place
 from hcsim.runtime.frame import HEADER_BYTES, Header, decode_header, encode_header

@@ -23,7 +23,7 @@ from hcsim.errors import (
     RemoteProtocolError,
     UsageError,
 )
-from hcsim.real.failures import fresh, translated, unexpected_tls
+from hcsim.real.sockets import fresh, translated, unexpected_tls
 from hcsim.real.stream import (
     FIRST_MAX_FRAME_BYTES,
     WOULD_BLOCK,

@@ -30,10 +30,8 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 from hcsim.errors import ConfigError
-from hcsim.identity.key import NodeKey, node_id_of
-from hcsim.identity.namespace import ClusterSecret
-from hcsim.real.failures import PLAINTEXT, HandshakeCut
-from hcsim.real.sockets import own
+from hcsim.identity.keys import ClusterSecret, NodeKey, node_id_of
+from hcsim.real.sockets import PLAINTEXT, HandshakeCut, own
 
 _LINGER_S = 0.25
 _LINGER_BYTES = 64 * 1024

@@ -41,7 +41,7 @@ from hcsim.collectives.group import Group
 from hcsim.compressors.base import Array
 from hcsim.errors import UsageError
 from hcsim.runtime.channel import Phantom
-from hcsim.training.aggregation.aggregator import Aggregator
+from hcsim.training.aggregation import Aggregator
 from hcsim.training.layout import Bucket
 from hcsim.training.learner import Learner
 from hcsim.training.optimizer import Optimizer, Stepper

@@ -12,7 +12,7 @@ from hcsim.compressors.registry import make
 from hcsim.config.training import Training, read_spec
 from hcsim.errors import ConfigError
 from hcsim.registry import Registry
-from hcsim.training.aggregation.aggregator import Aggregator, Hierarchical, OneLevel
+from hcsim.training.aggregation import Aggregator, Hierarchical, OneLevel
 from hcsim.training.learner import Learner
 from hcsim.training.optimizer import AdamW, Optimizer, Sgd
 from hcsim.training.parameter_server.rounds import ServerPolicy

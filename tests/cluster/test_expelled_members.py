@@ -11,8 +11,7 @@ from hcsim.cluster.view import View
 from hcsim.config import Cluster
 from hcsim.errors import HcsimError
 from hcsim.identity.handshake import Credentials
-from hcsim.identity.key import NodeKey
-from hcsim.identity.namespace import ClusterSecret
+from hcsim.identity.keys import ClusterSecret, NodeKey
 from hcsim.identity.trust_store import StoredTrust, TrustStore
 from hcsim.node import admitted
 from hcsim.virtual.host import VirtualHost

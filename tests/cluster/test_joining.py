@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from hcsim.cluster.joining import InvitationServer, Knock, Welcome, find, knock, thank
 from hcsim.errors import HcsimError
 from hcsim.identity.handshake import Credentials
-from hcsim.identity.key import NodeKey
-from hcsim.identity.namespace import ClusterSecret
+from hcsim.identity.keys import ClusterSecret, NodeKey
 from hcsim.identity.trust_list import Invitation
 from hcsim.identity.trust_store import StoredTrust, TrustStore
 from hcsim.runtime.frame import Header, Kind

@@ -13,8 +13,7 @@ import pytest
 from hcsim import Group
 from hcsim.errors import AdmissionRefused, ChannelBroken, ChannelClosed, ChannelError, DeadlineExceeded, PeerRefused
 from hcsim.identity.handshake import MAX_MESSAGE_BYTES, Credentials, Handshake, HandshakeRole
-from hcsim.identity.key import NodeKey
-from hcsim.identity.namespace import ClusterSecret
+from hcsim.identity.keys import ClusterSecret, NodeKey
 from hcsim.identity.trust_list import RefusalReason
 from hcsim.rng import stream
 from hcsim.runtime.frame import Header, Kind

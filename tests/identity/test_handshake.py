@@ -27,8 +27,7 @@ from hcsim.identity.handshake import (
     HandshakeState,
     read_hello,
 )
-from hcsim.identity.key import NodeKey
-from hcsim.identity.namespace import ClusterSecret
+from hcsim.identity.keys import ClusterSecret, NodeKey
 from hcsim.identity.trust_list import RefusalReason, told
 from hcsim.rng import stream
 

@@ -18,8 +18,7 @@ from hypothesis import strategies as st
 
 from hcsim.errors import ConfigError, HcsimError, RemoteProtocolError
 from hcsim.identity.handshake import Credentials, Handshake, HandshakeRole
-from hcsim.identity.key import NodeKey
-from hcsim.identity.namespace import ClusterSecret
+from hcsim.identity.keys import ClusterSecret, NodeKey
 from hcsim.identity.trust_list import (
     MOST_LISTINGS,
     MOST_STATEMENTS,

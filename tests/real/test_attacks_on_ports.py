@@ -25,8 +25,7 @@ import pytest
 
 from hcsim.errors import ChannelBroken, ChannelClosed, ChannelError
 from hcsim.identity.handshake import Credentials, Handshake, HandshakeRole
-from hcsim.identity.key import NodeKey
-from hcsim.identity.namespace import ClusterSecret
+from hcsim.identity.keys import ClusterSecret, NodeKey
 from hcsim.real.host import RealHost, RealOptions
 from hcsim.real.tls import ClusterTls, Tls
 from hcsim.rng import stream

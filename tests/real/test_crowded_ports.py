@@ -18,8 +18,7 @@ import pytest
 
 from hcsim.cluster.coordinator.messages import CoordinatorPolicy
 from hcsim.cluster.coordinator.service import FIRST_LIMIT_BYTES, LIMITS, Coordinator
-from hcsim.identity.key import NodeKey
-from hcsim.identity.namespace import ClusterSecret
+from hcsim.identity.keys import ClusterSecret, NodeKey
 from hcsim.real import http
 from hcsim.real.host import RealHost, RealOptions
 from hcsim.real.http import MOST_CONNECTIONS, serving_metrics

@@ -13,7 +13,7 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
 from hcsim.errors import ConfigError
-from hcsim.identity.namespace import ClusterSecret
+from hcsim.identity.keys import ClusterSecret
 from hcsim.real.keys import credentials, load_node_key, load_secret, new_secret, save_secret
 
 SECRET = ClusterSecret(bytes(range(16)))

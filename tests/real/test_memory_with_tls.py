@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from hcsim.errors import ChannelError, PeerRefused, RemoteProtocolError
-from hcsim.identity.key import NodeKey
-from hcsim.identity.namespace import ClusterSecret
+from hcsim.identity.keys import ClusterSecret, NodeKey
 from hcsim.real.certificates import make_certificates
 from hcsim.real.host import RealHost, RealOptions
 from hcsim.real.shm import stream

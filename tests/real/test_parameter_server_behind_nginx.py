@@ -13,8 +13,7 @@ from msgspec.structs import replace
 from hcsim import Group, real_group
 from hcsim.config import Cluster, Training
 from hcsim.errors import AdmissionRefused, ChannelError, DeadlineExceeded, HcsimError
-from hcsim.identity.key import NodeKey
-from hcsim.identity.namespace import SECRET_BYTES, ClusterSecret
+from hcsim.identity.keys import SECRET_BYTES, ClusterSecret, NodeKey
 from hcsim.launch.real import RealNode, train_in_cluster
 from hcsim.node import ClusterJob
 from hcsim.real.host import RealHost, RealOptions

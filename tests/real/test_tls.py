@@ -26,14 +26,13 @@ from hcsim.errors import (
     PeerRefused,
     RemoteProtocolError,
 )
-from hcsim.identity.key import NodeKey, node_id_of
-from hcsim.identity.namespace import ClusterSecret
+from hcsim.identity.keys import ClusterSecret, NodeKey, node_id_of
 from hcsim.identity.trust_list import RefusalReason
 from hcsim.real import certificates
 from hcsim.real.certificates import FOREVER, make_certificates
-from hcsim.real.failures import is_distrust
 from hcsim.real.host import RealHost, RealOptions
 from hcsim.real.keys import credentials
+from hcsim.real.sockets import is_distrust
 from hcsim.real.tls import ClusterTls, Tls, TlsFiles
 from hcsim.runtime.channel import Channel
 from hcsim.runtime.frame import Header, Kind

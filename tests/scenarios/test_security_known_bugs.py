@@ -18,8 +18,7 @@ import hcsim
 from hcsim import Group, Options
 from hcsim.errors import AdmissionRefused, ChannelBroken, CollectiveError, PeerRefused, RemoteProtocolError
 from hcsim.identity.handshake import Credentials
-from hcsim.identity.key import NodeKey
-from hcsim.identity.namespace import ClusterSecret
+from hcsim.identity.keys import ClusterSecret, NodeKey
 from hcsim.identity.trust_list import RefusalReason
 from hcsim.real.host import RealHost, RealOptions
 from hcsim.real.tls import ClusterTls

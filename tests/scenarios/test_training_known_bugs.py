@@ -13,7 +13,7 @@ from hcsim.config import Training
 from hcsim.errors import CompressionError, HcsimError
 from hcsim.launch.virtual import simulate_training
 from hcsim.runtime.frame import HEADER_BYTES
-from hcsim.training.aggregation.aggregator import OneLevel
+from hcsim.training.aggregation import OneLevel
 from hcsim.training.data import Batches
 from hcsim.training.layout import Layout
 from hcsim.training.learner import TimeAccounting

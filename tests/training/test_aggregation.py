@@ -16,7 +16,7 @@ from hcsim.compressors.base import Array
 from hcsim.compressors.registry import make
 from hcsim.errors import CompressionError, NotFinite
 from hcsim.rng import generator
-from hcsim.training.aggregation.aggregator import Aggregator, Hierarchical, OneLevel
+from hcsim.training.aggregation import Aggregator, Hierarchical, OneLevel
 from hcsim.training.layout import Layout
 from hcsim.training.learner import TimeAccounting
 from tests.training.clusters import quiet_cluster

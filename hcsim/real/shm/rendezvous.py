@@ -23,9 +23,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hcsim.errors import ChannelBroken
-from hcsim.real.failures import is_distrust
 from hcsim.real.shm.stream import SharedStream, attached, new_memory
-from hcsim.real.sockets import own, readable
+from hcsim.real.sockets import is_distrust, own, readable
 from hcsim.real.tls import Tls
 from hcsim.runtime.address import join_address
 

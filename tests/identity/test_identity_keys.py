@@ -12,8 +12,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from hcsim.errors import ConfigError, UsageError
-from hcsim.identity.key import NodeKey, is_signed, node_id_of
-from hcsim.identity.namespace import ClusterSecret
+from hcsim.identity.keys import ClusterSecret, NodeKey, is_signed, node_id_of
 
 secrets = st.binary(min_size=16, max_size=16).map(ClusterSecret)
 CROCKFORD = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"

@@ -1,26 +1,72 @@
-"""A cluster's secret, and the join phrase with which the user carries it from one machine to the next.
+"""The key of a node, and the secret of a cluster with the join phrase.
 
-Any node that knows the secret is a member; there is no default secret. It is always random, with at least 128
-bits, because two values derived from it become public: the namespace id (a digest by which members find each
-other) and, to the peer in a handshake, a proof. With 2¹²⁸ possible secrets neither helps to guess it. A secret
-chosen by a person could be guessed from them, so it is not allowed.
+A node is the holder of its private key.
+
+Any node that knows the cluster's secret is a member; there is no default secret. It is always random, with at
+least 128 bits, because two values derived from it become public: the namespace id (a digest by which members
+find each other) and, to the peer in a handshake, a proof. With 2¹²⁸ possible secrets neither helps to guess it.
+A secret chosen by a person could be guessed from them, so it is not allowed.
 
 Keys are derived from it with HKDF, one for each purpose, so that a key leaked by one purpose is useless for
 another.
 
-The join phrase is the secret and a check of 22 bits, in Crockford's base 32 (no I, L, O, U: they are read as 1,
-1, 0, and rejected), in six groups of five. A typo goes unnoticed once in four million times. An invitation has
-the same format, for a secret that two machines use for one exchange (see `cluster.joining`); its check differs.
+The join phrase, with which the user carries the secret from one machine to the next, is the secret and a check
+of 22 bits, in Crockford's base 32 (no I, L, O, U: they are read as 1, 1, 0, and rejected), in six groups of
+five. A typo goes unnoticed once in four million times. An invitation has the same format, for a secret that two
+machines use for one exchange (see `cluster.joining`); its check differs.
 """
 
 from __future__ import annotations
 
 import hashlib
 
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from hcsim.errors import ConfigError, UsageError
+
+SEED_BYTES = 32
+_NODE_ID_BYTES = 16
+
+
+def node_id_of(public: bytes) -> str:
+    """Return the node id: the first 16 bytes of the SHA3-256 of the public key, in hex."""
+    return hashlib.sha3_256(public).digest()[:_NODE_ID_BYTES].hex()
+
+
+class NodeKey:
+    """An Ed25519 key pair, made of 32 random bytes from the caller."""
+
+    def __init__(self, seed: bytes) -> None:
+        if len(seed) != SEED_BYTES:
+            raise UsageError(f"a node key is made of {SEED_BYTES} bytes, not {len(seed)}")
+        self.private = Ed25519PrivateKey.from_private_bytes(seed)
+        self.public = self.private.public_key().public_bytes_raw()
+        self.node_id = node_id_of(self.public)
+
+    def __repr__(self) -> str:
+        return f"<key of node {self.node_id}>"
+
+    def sign(self, message: bytes) -> bytes:
+        return self.private.sign(message)
+
+    def pem(self) -> bytes:
+        """Return the private key in the format that openssl reads."""
+        return self.private.private_bytes(
+            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+        )
+
+
+def is_signed(message: bytes, signature: bytes, public: bytes) -> bool:
+    try:
+        Ed25519PublicKey.from_public_bytes(public).verify(signature, message)
+    except (InvalidSignature, ValueError):  # the second: no such point on the curve
+        return False
+    return True
+
 
 SECRET_BYTES = 16
 _ALPHABET = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"

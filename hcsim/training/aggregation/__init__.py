@@ -1,1 +1,0 @@
-"""Gradient aggregation: one exchange for each kind of compressor."""

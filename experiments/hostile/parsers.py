@@ -49,9 +49,9 @@ from hcsim.training.elastic import checkpoint
 from hcsim.training.elastic.progress import NOTHING_YET, Provenance
 from hcsim.training.elastic.transfer import PIECE_BYTES, StateArrays, _Taking
 from hcsim.training.parameter_server import messages as ps
-from hcsim.transport import hello
+from hcsim.transport import group_listener
 from hcsim.transport.admission_queue import one_line
-from hcsim.transport.hello import Wire
+from hcsim.transport.group_listener import Wire
 from hcsim.transport.messages import Schema
 from hcsim.transport.rpc import messages as rpc
 
@@ -126,8 +126,8 @@ _HEADERS = [
     encode_header(Header(100, Kind.DATA, 1, 2, 3, 4, 5, 6, 7, 8, 200)),
     encode_header(Header(0, Kind.BYE, sender=1)),
 ]
-_HELLO = hello.GroupHello("hcsim", 1, 3, Wire().segment_bytes, 1, 2)
-_US = hello.GroupMembership(0, ("a:1", "b:1", "c:1"), epoch=1)
+_HELLO = group_listener.GroupHello("hcsim", 1, 3, Wire().segment_bytes, 1, 2)
+_US = group_listener.GroupMembership(0, ("a:1", "b:1", "c:1"), epoch=1)
 
 
 def _with_crc(data: bytes) -> bytes:
@@ -141,8 +141,8 @@ def _header(data: bytes) -> None:
 
 
 def _hello(data: bytes) -> None:
-    theirs = hello.decode_hello(data, PEER)
-    if objection := hello.objection(_US, theirs, _Nobody()):  # type: ignore[arg-type]
+    theirs = group_listener.decode_hello(data, PEER)
+    if objection := group_listener.objection(_US, theirs, _Nobody()):  # type: ignore[arg-type]
         raise HcsimError(objection)
 
 

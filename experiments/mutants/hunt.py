@@ -19,10 +19,9 @@ import msgspec
 import hcsim
 from hcsim.config import Scenario, load_scenario
 from hcsim.fuzz.generate import scenario_of
-from hcsim.fuzz.replay import write_finding
 from hcsim.fuzz.search import judge
 from hcsim.fuzz.shrink import shrink
-from hcsim.fuzz.trial import Trial, run_trial
+from hcsim.fuzz.trial import Trial, run_trial, write_finding
 
 
 class Broken(msgspec.Struct, frozen=True):

@@ -12,8 +12,16 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
-from hcsim.checkpoints.parts import CheckpointShard, chosen, data_file, gathered, place, write_part
-from hcsim.checkpoints.plain import as_tensor, dtype_name
+from hcsim.checkpoints.parts import (
+    CheckpointShard,
+    as_tensor,
+    chosen,
+    data_file,
+    dtype_name,
+    gathered,
+    place,
+    write_part,
+)
 from hcsim.checkpoints.saver import own
 from hcsim.checkpoints.state import (
     EXTRA,

@@ -30,6 +30,8 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from hcsim.checkpoints.parts import (
     CheckpointShard,
+    as_tensor,
+    dtype_name,
     gathered,
     place,
     remove_savings,
@@ -37,7 +39,6 @@ from hcsim.checkpoints.parts import (
     steps_in,
     write_part,
 )
-from hcsim.checkpoints.plain import as_tensor, dtype_name
 from hcsim.checkpoints.state import Divided, HasState, ProgramState, StateEntry, chunks, local, random_state
 from hcsim.checkpoints.storage import Taken, Writer, on_cpu, packed_plan, unpacked_plan
 from hcsim.errors import CheckpointError

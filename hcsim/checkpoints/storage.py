@@ -44,8 +44,18 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from hcsim.checkpoints.parts import CheckpointShard, Item, chosen, data_file, parts_in, write_part
-from hcsim.checkpoints.plain import dtype_name, dtype_of, put_together, taken_apart
+from hcsim.checkpoints.parts import (
+    CheckpointShard,
+    Item,
+    chosen,
+    data_file,
+    dtype_name,
+    dtype_of,
+    parts_in,
+    put_together,
+    taken_apart,
+    write_part,
+)
 from hcsim.errors import CheckpointError
 
 

@@ -23,9 +23,8 @@ from hcsim.fuzz.evidence import Evidence
 from hcsim.fuzz.generate import scenario_of
 from hcsim.fuzz.invariants import breaches
 from hcsim.fuzz.phases import phases_of
-from hcsim.fuzz.replay import in_words, timeline
 from hcsim.fuzz.search import Finding, TrialLog, TrialPool, cores, generator, reduce, save_finding
-from hcsim.fuzz.trial import Trial, gather
+from hcsim.fuzz.trial import Trial, gather, in_words, timeline
 
 SEEDS = 100
 SMALL_EACH = 2

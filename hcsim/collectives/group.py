@@ -46,8 +46,7 @@ from hcsim.errors import CollectiveError, HcsimError, RemoteProtocolError, Usage
 from hcsim.runtime.channel import Listener, Phantom
 from hcsim.runtime.frame import HEADER_BYTES
 from hcsim.runtime.host import Host
-from hcsim.transport.group_listener import GroupListener
-from hcsim.transport.hello import GroupMembership
+from hcsim.transport.group_listener import GroupListener, GroupMembership
 from hcsim.transport.mesh import Mesh
 
 T = TypeVar("T")

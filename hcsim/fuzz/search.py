@@ -24,9 +24,8 @@ from hcsim.config import write_scenario
 from hcsim.errors import ConfigError
 from hcsim.fuzz.generate import scenario_of
 from hcsim.fuzz.invariants import Breach
-from hcsim.fuzz.replay import write_finding
 from hcsim.fuzz.shrink import shrink
-from hcsim.fuzz.trial import Trial, run_trial, trial_of
+from hcsim.fuzz.trial import Trial, run_trial, trial_of, write_finding
 from hcsim.workers import starting
 
 T = TypeVar("T")

@@ -99,7 +99,7 @@ def _fork(simulator: IpcConnection[ForkRequest | EndRequest], seat: RankSpec, co
 
 def _spawn(seat: RankSpec, conversation: int, arena: int) -> int:
     encoded = msgspec.json.encode(seat).decode()
-    command = [sys.executable, "-m", "hcsim.scripts.rank", encoded, str(conversation), str(arena)]
+    command = [sys.executable, "-m", "hcsim.scripts.rank.script", encoded, str(conversation), str(arena)]
     return subprocess.Popen(command, pass_fds=[conversation, arena], start_new_session=True).pid
 
 

@@ -26,8 +26,16 @@ from hcsim.errors import HcsimError
 from hcsim.runtime.host import Host
 from hcsim.scripts.environment import RankSpec
 from hcsim.scripts.fork_server import REPLIES, EndRequest, ForkRequest
-from hcsim.scripts.ipc import MESSAGES, IpcClosed, IpcConnection, RankFailed, RankMessage, Stored
-from hcsim.scripts.shared_memory import SharedMemoryMap, shared_file
+from hcsim.scripts.ipc import (
+    MESSAGES,
+    IpcClosed,
+    IpcConnection,
+    RankFailed,
+    RankMessage,
+    SharedMemoryMap,
+    Stored,
+    shared_file,
+)
 from hcsim.scripts.store import StoreClient
 
 _LOOK_S = 1.0

@@ -18,15 +18,14 @@ from hcsim.rng import stream
 from hcsim.runtime.address import split_address
 from hcsim.runtime.frame import HEADER_BYTES
 from hcsim.scripts.environment import RankSpec
-from hcsim.scripts.groups import GroupDirectory, RankGroups
 from hcsim.scripts.ipc import ended_how
 from hcsim.scripts.processes import RankProcess, RankProcesses
-from hcsim.scripts.rank_proxy import RankProxy, RankStats, flops_per_byte
+from hcsim.scripts.rank_proxy import GroupDirectory, RankGroups, RankProxy, RankStats, flops_per_byte
 from hcsim.scripts.store import PORT as STORE_PORT
 from hcsim.scripts.store import StoreClient, StoreService
 from hcsim.telemetry.metrics import HistogramSeries, HostMetrics
 from hcsim.telemetry.trace import Sink
-from hcsim.transport.hello import Wire
+from hcsim.transport.group_listener import Wire
 from hcsim.virtual.host import VirtualHost
 from hcsim.virtual.rate_allocator import Resource
 from hcsim.virtual.world import World

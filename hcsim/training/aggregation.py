@@ -53,8 +53,6 @@ from hcsim.training.task import Flat
 
 T = TypeVar("T")
 
-_FLOAT_BYTES = 4
-
 
 class Bench:
     """Runs a compressor's work on a host's device and books the time."""
@@ -75,7 +73,7 @@ class Bench:
         result = await self._run(map(self._compressor.encode_work, tensors), function, share)
         lasted_s = self._host.clock.elapsed() - began_s
         metrics.histogram("hcsim_compression_encode_seconds", compressor=compressor).observe(lasted_s)
-        before = share * sum(_FLOAT_BYTES * prod(shape) for shape in tensors)
+        before = share * sum(FLOAT_BYTES * prod(shape) for shape in tensors)
         expected = share * sum(map(self._compressor.size_bytes, tensors))
         after = _encoded_bytes(result, expected)
         metrics.counter("hcsim_compression_input_bytes_total", compressor=compressor).add(before)

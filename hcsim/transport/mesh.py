@@ -33,13 +33,14 @@ from hcsim.runtime.clock import disappoint, within
 from hcsim.runtime.frame import Kind
 from hcsim.runtime.host import Counter, Host, Metrics
 from hcsim.transport.admission_queue import AdmissionQueue, RefusalLog, plain
-from hcsim.transport.group_listener import FirstFrame, GroupListener
-from hcsim.transport.hello import (
+from hcsim.transport.group_listener import (
     HELLO_LIMIT_BYTES,
     HELLO_TIMEOUT_S,
     MAX_FRAME_BYTES,
     MOST_EPOCHS,
+    FirstFrame,
     GroupHello,
+    GroupListener,
     GroupMembership,
     decode_hello,
     hear,

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from hcsim.checkpoints.loader import load
-from hcsim.checkpoints.plain import put_together, taken_apart
+from hcsim.checkpoints.parts import put_together, taken_apart
 from hcsim.checkpoints.saver import Saver
 from hcsim.errors import CheckpointError
 from tests.checkpoints.programs import adam, model, same, tensors, train

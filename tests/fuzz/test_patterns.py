@@ -9,9 +9,9 @@ import pytest
 
 from hcsim.config import ClockJump, Crash, Leave, Misbehave, Restart, Scenario, parse_scenario
 from hcsim.config.schedule import Draw
-from hcsim.fuzz.generate import LONE_KINDS, scenario_of
-from hcsim.fuzz.patterns import (
+from hcsim.fuzz.generate import (
     FORMING_S,
+    LONE_KINDS,
     PATTERNS,
     FaultGroup,
     attrition,
@@ -21,6 +21,7 @@ from hcsim.fuzz.patterns import (
     culprit,
     draw_groups,
     outages,
+    scenario_of,
 )
 from hcsim.rng import stream
 

@@ -18,10 +18,9 @@ from hcsim.errors import ConfigError
 from hcsim.fuzz.coverage import Coverage
 from hcsim.fuzz.generate import COMPRESSORS, LAUNCHES_OF_A_STEP, QUORUMS, STRATEGIES, scenario_of
 from hcsim.fuzz.phases import phases_of
-from hcsim.fuzz.replay import timeline, write_finding
 from hcsim.fuzz.search import TrialLog
 from hcsim.fuzz.shrink import shrink
-from hcsim.fuzz.trial import gather, run_trial, trial_of
+from hcsim.fuzz.trial import gather, run_trial, timeline, trial_of, write_finding
 from hcsim.training.run import Run, Update
 
 SEEDS = (6, 8, 13)

@@ -8,8 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hcsim.scripts.ipc import SharedArray
-from hcsim.scripts.shared_memory import SharedMemoryAllocator, SharedMemoryMap, shared_file
+from hcsim.scripts.ipc import SharedArray, SharedMemoryAllocator, SharedMemoryMap, shared_file
 
 Turn = tuple[bool, int]
 

@@ -1,4 +1,8 @@
-"""One rank: the script as `__main__`, with its simulated environment."""
+"""One rank: the script as `__main__`, with its simulated environment.
+
+`python -m hcsim.scripts.rank.script SPEC CONVERSATION ARENA` is a rank that is started without forking (see
+`fork_server`).
+"""
 
 from __future__ import annotations
 
@@ -15,18 +19,17 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
+import msgspec
 import numpy as np
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from hcsim.scripts.environment import RankSpec, environment
-from hcsim.scripts.ipc import ANSWERS, IpcConnection, Left, Stepped
+from hcsim.scripts.environment import RankSpec, environment, import_early
+from hcsim.scripts.ipc import ANSWERS, IpcConnection, Left, SharedMemoryAllocator, Stepped
 from hcsim.scripts.rank.counting import WorkCounter
-from hcsim.scripts.rank.engine import RemoteEngine
 from hcsim.scripts.rank.rendezvous import RemoteStore, install_store
-from hcsim.scripts.rank.simulator import SimulatorClient
+from hcsim.scripts.rank.simulator import RemoteEngine, SimulatorClient
 from hcsim.scripts.rank.stdlib import ScriptClock, install_output
-from hcsim.scripts.shared_memory import SharedMemoryAllocator
 from hcsim.torch_backend.engine import use_engine
 
 _OURS = (str(Path(__file__).parent), str(Path(runpy.__file__)), "<frozen runpy>")
@@ -106,3 +109,13 @@ def _no_rank(simulator: SimulatorClient, clock: ScriptClock) -> None:
     sees the real time."""
     simulator.leave()
     clock.uninstall()
+
+
+def _main(spec: str, conversation: str, arena: str) -> None:
+    seat = msgspec.json.decode(spec, type=RankSpec)
+    import_early(seat.script)  # which is no part of its work, as it is none where ranks are forked
+    run_script(seat, int(conversation), int(arena))
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])

@@ -1,15 +1,42 @@
-"""The rank's connection to the simulator: ordered messages, and the ends of calls."""
+"""The simulator, as a rank's process sees it: ordered messages, the ends of calls, and the groups that live there
+(see `torch_backend.engine`).
+"""
 
 from __future__ import annotations
 
 import os
 import threading
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Protocol
 
-from hcsim.errors import UsageError
-from hcsim.scripts.ipc import CallFinished, Computed, IpcClosed, IpcConnection, RankMessage, SimulatorReply
-from hcsim.scripts.shared_memory import SharedMemoryAllocator
+import numpy as np
+import torch
+
+from hcsim.calls import ARRAYS, GroupCall
+from hcsim.collectives.buffers import Array
+from hcsim.errors import DeadlineExceeded, UsageError
+from hcsim.scripts.ipc import (
+    Awaited,
+    CallFinished,
+    Closed,
+    Computed,
+    IpcClosed,
+    IpcConnection,
+    Opened,
+    RankMessage,
+    SharedArray,
+    SharedMemoryAllocator,
+    SimulatorReply,
+    Slept,
+    Started,
+    raised,
+)
+from hcsim.torch_backend.engine import GroupSpec
 from hcsim.transport.messages import Requests
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
 
 _ABANDONED = 1
 """The exit status of a rank whose simulator is gone."""
@@ -93,3 +120,126 @@ class SimulatorClient:
             self._conversation.say(message)
         except IpcClosed:
             os._exit(_ABANDONED)
+
+
+_LOOK_S = 10e-6
+"""The cost of polling a call: it lets virtual time pass for a script that polls in a loop."""
+
+
+class RemoteCall:
+    """A call in flight on the simulated network."""
+
+    def __init__(self, engine: RemoteEngine, number: int, arrays: Sequence[tuple[str, Array, SharedArray]]) -> None:
+        self._engine = engine
+        self._number = number
+        self._arrays = arrays
+        self._finished: CallFinished | None = None
+
+    def done(self) -> bool:
+        if self._finished is None:
+            self._engine.simulator.ask(Slept(_LOOK_S))
+        return self._finished is not None
+
+    def wait(self, timeout_s: float | None) -> int:
+        self.settled_within(timeout_s)
+        if self._finished is None:
+            raise DeadlineExceeded(f"the call was not over after {timeout_s:g} s")
+        if self._finished.failure is not None:
+            raise raised(self._finished.failure)
+        return self._finished.result
+
+    def settled_within(self, timeout_s: float | None) -> None:
+        """Wait for the end of the call, with or without an error."""
+        if self._finished is None:
+            self._engine.simulator.ask(Awaited(self._number, timeout_s))
+
+    def on_done(self, act: Callable[[], None]) -> None:
+        """See `PendingCall.on_done`. Within a backward pass the callback runs at the end of the pass, otherwise now."""
+        if self._finished is None and torch._C._current_graph_task_id() != -1:
+            self._engine.after_backward(self, act)
+        else:
+            self.settled_within(None)
+            act()
+
+    def settle(self, finished: CallFinished) -> None:
+        """End the call: copy its output to the caller's arrays and free its slots."""
+        self._finished = finished
+        for what, array, slot in self._arrays:
+            if what != "i" and finished.failure is None:
+                np.copyto(array, self._engine.simulator.arena.mapped.at(slot))
+            self._engine.simulator.arena.give_back(slot, array.nbytes)
+        self._arrays = ()
+
+
+class RemoteGroup:
+    """This rank's side of a group."""
+
+    def __init__(self, engine: RemoteEngine, number: int, place: GroupSpec) -> None:
+        self.rank = place.rank
+        self.size = place.size
+        self.number = number
+        self._engine = engine
+
+    def start(self, call: GroupCall, arrays: Sequence[Array]) -> RemoteCall:
+        return self._engine.start(self.number, call, arrays)
+
+    def close(self) -> None:
+        self._engine.simulator.ask(Closed(self.number, in_order=True))
+
+    def abort(self) -> None:
+        self._engine.simulator.ask(Closed(self.number, in_order=False))
+
+
+class RemoteEngine:
+    """Opens groups in the simulator."""
+
+    def __init__(self, simulator: SimulatorClient) -> None:
+        self.simulator = simulator
+        self._after_backward: dict[int, list[tuple[RemoteCall, Callable[[], None]]]] = {}
+
+    def open(self, place: GroupSpec, store: Store) -> RemoteGroup:
+        """See `Engine.open`. No rendezvous is needed: the simulator knows all addresses."""
+        assert place.parent is None or isinstance(place.parent, RemoteGroup)
+        parent = None if place.parent is None else place.parent.number
+        answer = self.simulator.ask(
+            Opened(place.name, place.rank, place.size, place.timeout_s, parent, tuple(place.ranks))
+        )
+        if answer.failure is not None:
+            raise raised(answer.failure)
+        return RemoteGroup(self, answer.number, place)
+
+    def start(self, line: int, call: GroupCall, arrays: Sequence[Array]) -> RemoteCall:
+        """Copy the call's inputs into the shared memory, and start it."""
+        simulator = self.simulator
+        with simulator.lock:
+            number = simulator.pending.number()
+            taken = []
+            for what, array in zip(ARRAYS[call.operation], arrays, strict=False):
+                slot, grown = simulator.arena.take(array)
+                if grown is not None:
+                    simulator.tell(grown)
+                if what != "o":
+                    np.copyto(simulator.arena.mapped.at(slot), array)
+                taken.append((what, array, slot))
+            pending = RemoteCall(self, number, taken)
+            simulator.pending.add(number, pending)
+            simulator.tell(Started(number, line, call, tuple(slot for *_, slot in taken)))
+            return pending
+
+    def after_backward(self, pending: RemoteCall, act: Callable[[], None]) -> None:
+        """Run the callback when both the current backward pass and the call have ended.
+
+        The code that waits for the call is C++ and cannot ask the simulator. It waits at the end of the pass at
+        the earliest, in a callback that it registers after its first call. This callback is registered before
+        it, so it runs before it."""
+        task = torch._C._current_graph_task_id()
+        waiting = self._after_backward.get(task)
+        if waiting is None:
+            waiting = self._after_backward[task] = []
+            torch.autograd.Variable._execution_engine.queue_callback(lambda: self._settle(task))
+        waiting.append((pending, act))
+
+    def _settle(self, task: int) -> None:
+        for pending, act in self._after_backward.pop(task):
+            pending.settled_within(None)
+            act()

@@ -34,8 +34,7 @@ from hcsim.training.elastic.synchronise import survey
 from hcsim.training.learner import digest
 from hcsim.training.run import Report
 from hcsim.training.strategies import ParameterServer, strategy
-from hcsim.transport.group_listener import GroupListener, check_all
-from hcsim.transport.hello import GroupMembership, Wire
+from hcsim.transport.group_listener import GroupListener, GroupMembership, Wire, check_all
 
 _NO_PARAMETERS = "shapes"
 """The outcome of a training of shapes alone."""

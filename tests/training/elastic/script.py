@@ -20,7 +20,7 @@ from hcsim.errors import HcsimError
 from hcsim.training.elastic import train as elastic
 from hcsim.training.elastic.member import TrainingExtras
 from hcsim.training.run import Point, Report, Run
-from hcsim.transport.hello import Wire
+from hcsim.transport.group_listener import Wire
 from hcsim.virtual.host import VirtualHost
 from hcsim.virtual.world import World
 

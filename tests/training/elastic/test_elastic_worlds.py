@@ -15,7 +15,7 @@ from hcsim.real.host import RealHost, RealOptions
 from hcsim.training.elastic.member import TrainingExtras
 from hcsim.training.elastic.train import follow, prepare
 from hcsim.training.run import Point, Report, Run
-from hcsim.transport.hello import Wire
+from hcsim.transport.group_listener import Wire
 from hcsim.units import PositiveSeconds
 from tests.switches import on_switch
 from tests.training.elastic.script import SEED, train

@@ -40,7 +40,7 @@ from hcsim.collectives.group import Group
 from hcsim.config import Attachment, Ethernet, Node, Scenario, idealised
 from hcsim.runtime.channel import Payload, Phantom
 from hcsim.runtime.frame import Header
-from hcsim.transport.group_listener import GroupMembership
+from hcsim.transport.groups import GroupMembership
 from hcsim.units import BitRate, Seconds
 from hcsim.virtual.host import VirtualHost
 from hcsim.virtual.loop import VirtualLoop

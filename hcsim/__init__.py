@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from hcsim.runtime.channel import Phantom
     from hcsim.training.run import Report
     from hcsim.training.trainer import train
-    from hcsim.transport.group_listener import Wire
+    from hcsim.transport.groups import Wire
 
 __version__ = "0.1.0"
 
@@ -56,7 +56,7 @@ _HOMES = {
     "Scenario": "config",
     "TlsFiles": "real.tls",
     "Training": "config",
-    "Wire": "transport.group_listener",
+    "Wire": "transport.groups",
     "load_scenario": "config",
     "real_group": "launch.real",
     "simulate": "launch.virtual",

@@ -30,7 +30,7 @@ from hcsim.training.task import Task
 from hcsim.training.tasks import task
 from hcsim.transport.admission import AdmissionOutcome, AdmittedHost
 from hcsim.transport.admission_queue import LogDeduplicator
-from hcsim.transport.group_listener import Wire
+from hcsim.transport.groups import Wire
 
 
 class ClusterJob(msgspec.Struct, frozen=True):

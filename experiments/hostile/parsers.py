@@ -49,9 +49,9 @@ from hcsim.training.elastic import checkpoint
 from hcsim.training.elastic.progress import NOTHING_YET, Provenance
 from hcsim.training.elastic.transfer import PIECE_BYTES, StateArrays, _Taking
 from hcsim.training.parameter_server import messages as ps
-from hcsim.transport import group_listener
+from hcsim.transport import groups
 from hcsim.transport.admission_queue import one_line
-from hcsim.transport.group_listener import Wire
+from hcsim.transport.groups import Wire
 from hcsim.transport.messages import Schema
 from hcsim.transport.rpc import messages as rpc
 
@@ -105,7 +105,7 @@ def pure_parsers() -> Iterator[Parser]:
     yield _messages("worker's question", ps.QUESTIONS, _QUESTIONS)
     yield _messages("server's answer", ps.ANSWERS, _ANSWERS)
     yield pure("settings", [msgspec.json.encode(_INTENT, enc_hook=float)], _settings, mutations.json)
-    yield pure("handed-over state", [_PARCEL.packed()[0]], _parcel, mutations.msgpack)
+    yield pure("handed-over state", [_PARCEL.packed()[0]], _snapshot, mutations.msgpack)
     yield pure("trust list", _TRUST, _trust, mutations.msgpack)
     yield pure("phrase", _PHRASES, lambda data: _phrase(data.decode(errors="replace")))
     record = mutations.sealed(mutations.bytewise, _with_record_crc)
@@ -126,8 +126,8 @@ _HEADERS = [
     encode_header(Header(100, Kind.DATA, 1, 2, 3, 4, 5, 6, 7, 8, 200)),
     encode_header(Header(0, Kind.BYE, sender=1)),
 ]
-_HELLO = group_listener.GroupHello("hcsim", 1, 3, Wire().segment_bytes, 1, 2)
-_US = group_listener.GroupMembership(0, ("a:1", "b:1", "c:1"), epoch=1)
+_HELLO = groups.GroupHello("hcsim", 1, 3, Wire().segment_bytes, 1, 2)
+_US = groups.GroupMembership(0, ("a:1", "b:1", "c:1"), epoch=1)
 
 
 def _with_crc(data: bytes) -> bytes:
@@ -141,8 +141,8 @@ def _header(data: bytes) -> None:
 
 
 def _hello(data: bytes) -> None:
-    theirs = group_listener.decode_hello(data, PEER)
-    if objection := group_listener.objection(_US, theirs, _Nobody()):  # type: ignore[arg-type]
+    theirs = groups.decode_hello(data, PEER)
+    if objection := groups.objection(_US, theirs, _Nobody()):  # type: ignore[arg-type]
         raise HcsimError(objection)
 
 
@@ -387,10 +387,10 @@ _PARCEL = StateArrays(
 )
 
 
-def _parcel(data: bytes) -> None:
+def _snapshot(data: bytes) -> None:
     taking = _Taking(data, 1, 1)
     assert taking.piece(0).nbytes <= PIECE_BYTES
-    taking.parcel().told(Provenance)
+    taking.snapshot().told(Provenance)
 
 
 def _with_record_crc(data: bytes) -> bytes:
@@ -400,7 +400,7 @@ def _with_record_crc(data: bytes) -> bytes:
 
 
 def _checkpoint(data: bytes) -> None:
-    checkpoint.decode(data).parcel.told(Provenance)
+    checkpoint.decode(data).snapshot.told(Provenance)
 
 
 def headed(draw: random.Random, valid: Sequence[bytes]) -> bytes:
@@ -418,9 +418,9 @@ def _with_digest(data: bytes) -> bytes:
     try:
         end = 8 + int.from_bytes(data[:8], "little")
         says = msgspec.json.decode(data[8:end])["__metadata__"]
-        parcel = StateArrays(bytes.fromhex(says["about"]), safetensors.numpy.load(data))
+        snapshot = StateArrays(bytes.fromhex(says["about"]), safetensors.numpy.load(data))
         return checkpoint.encode(
-            parcel, checkpoint.CheckpointOrigin(says["task"], says["fingerprint"]), int(says["number"])
+            snapshot, checkpoint.CheckpointOrigin(says["task"], says["fingerprint"]), int(says["number"])
         )
     except Exception:  # then there is nothing to make a digest of
         return data

@@ -17,7 +17,7 @@ from hcsim.config import Scenario
 from hcsim.launch.virtual import simulate
 from hcsim.runtime.channel import Phantom
 from hcsim.runtime.frame import HEADER_BYTES
-from hcsim.transport.group_listener import MAX_FRAME_BYTES, Wire
+from hcsim.transport.groups import MAX_FRAME_BYTES, Wire
 
 TIMEOUT_S = 24 * 3600.0
 """Slow links are part of a study: nothing is to fail for being slow."""

@@ -21,7 +21,7 @@ from hcsim.training.strategies import DiLoCo, LocalSgd, strategy
 from hcsim.training.task import Task
 from hcsim.training.tasks import task
 from hcsim.training.trainer import train
-from hcsim.transport.group_listener import MAX_FRAME_BYTES, Wire
+from hcsim.transport.groups import MAX_FRAME_BYTES, Wire
 from hcsim.units import PositiveBytes, PositiveSeconds
 
 COARSE_BYTES = 1 << 30

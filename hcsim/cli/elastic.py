@@ -38,7 +38,7 @@ from hcsim.telemetry.trace import Sink
 from hcsim.training.run import Point, Report
 from hcsim.training.strategies import check_elastic
 from hcsim.training.tasks import task
-from hcsim.transport.group_listener import Wire
+from hcsim.transport.groups import Wire
 
 _GRACE_S = 30.0
 """The time limit for the started machines to end."""

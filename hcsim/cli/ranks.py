@@ -20,7 +20,7 @@ from hcsim.config import Job, Scenario
 from hcsim.errors import CollectiveError, ConfigError, HcsimError
 from hcsim.jobs import JobRepeat, check_job, run_job
 from hcsim.launch.virtual import simulate
-from hcsim.transport.group_listener import Wire
+from hcsim.transport.groups import Wire
 
 if TYPE_CHECKING:
     from hcsim.real.tls import TlsFiles

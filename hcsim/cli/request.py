@@ -18,7 +18,7 @@ from hcsim.config.scenario import first_nodes
 from hcsim.errors import ConfigError
 from hcsim.registry import load_plugin
 from hcsim.runtime.address import split_address
-from hcsim.transport.group_listener import Wire
+from hcsim.transport.groups import Wire
 from hcsim.units import did_you_mean
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from hcsim.real.keys import load_secret
 from hcsim.scripts.ipc import ended_how
 from hcsim.scripts.member import ScriptExit, ScriptSpec, run_in_cluster
 from hcsim.scripts.run import ScriptRun, simulate_script
-from hcsim.transport.group_listener import Wire
+from hcsim.transport.groups import Wire
 
 _BUSIEST = 8
 

@@ -28,7 +28,7 @@ from hcsim.config import Cluster, Job, Tcp, Training
 from hcsim.config.file import as_read
 from hcsim.config.table import Count, Table, explain
 from hcsim.errors import ConfigError, UsageError
-from hcsim.transport.group_listener import MAX_FRAME_BYTES, Wire
+from hcsim.transport.groups import MAX_FRAME_BYTES, Wire
 from hcsim.units import PositiveBytes, PositiveSeconds, Share, decode_quantity, did_you_mean
 
 

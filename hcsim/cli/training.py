@@ -18,7 +18,7 @@ from hcsim.training.run import Point, Report, Run
 from hcsim.training.strategies import check_training
 from hcsim.training.tasks import task
 from hcsim.training.trainer import train
-from hcsim.transport.group_listener import Wire
+from hcsim.transport.groups import Wire
 
 
 class ConsoleReporter:

@@ -10,7 +10,7 @@ have sent contradictory data, the receiver cannot tell which of them is wrong. I
 to different members, these run different operations and accuse each other: the sender of the votes is accused
 instead (`VotesSeen`).
 2.  Checks. After a timeout, and after two views in a row without a step, each member checks its own device and
-the collectives' port of every other member (`hcsim.transport.group_listener`), and accuses those that fail. A member
+the collectives' port of every other member (`hcsim.transport.groups`), and accuses those that fail. A member
 that does not finish its checks in time counts as accusing itself. While a step takes much longer than usual,
 members check each other without ending the view (`hcsim.training.elastic.recovery`).
     If steps were done, but much slower than usual, the time of a check is compared with what was measured on the route

@@ -95,13 +95,13 @@ class MembershipSource(Protocol):
 
 
 async def next_view(
-    host: Host, conductor: MembershipSource, after: int, leaving: asyncio.Event | None, outcome: str = ""
+    host: Host, source: MembershipSource, after: int, leaving: asyncio.Event | None, outcome: str = ""
 ) -> View | None:
     """Return the next view; None once this member wants to leave while there is no view, or if it need not wait
     (see `MembershipSource.view`)."""
     if leaving is None:
-        return await conductor.view(after, outcome)
-    looking: asyncio.Task[View | None] = host.spawn(conductor.view(after, outcome), name="next view")
+        return await source.view(after, outcome)
+    looking: asyncio.Task[View | None] = host.spawn(source.view(after, outcome), name="next view")
     giving_up = host.spawn(_cancel_once(leaving, looking), name="leave without a view")
     us = asyncio.current_task()
     assert us is not None

@@ -19,7 +19,7 @@ from hcsim.cluster.diagnosis import Findings
 from hcsim.cluster.view import ClusterPrecedence, Member, View, standing
 from hcsim.identity.trust_list import TrustRecord
 from hcsim.runtime.host import Interface
-from hcsim.transport.group_listener import MOST_EPOCHS
+from hcsim.transport.groups import MOST_EPOCHS
 from hcsim.transport.messages import Schema
 
 

@@ -48,7 +48,7 @@ from hcsim.runtime.channel import Channel
 from hcsim.runtime.clock import BroadcastEvent
 from hcsim.runtime.host import Host, keep, kept
 from hcsim.transport.admission_queue import LogDeduplicator, one_line
-from hcsim.transport.group_listener import CHECK_S, echo_s
+from hcsim.transport.groups import CHECK_S, echo_s
 
 _TICK_S = 0.001
 """A minimum wait: if clock drift wakes the task early, it looks again, but not at once."""

@@ -18,7 +18,7 @@ from typing import Annotated, Literal, TypeAlias
 import msgspec
 
 from hcsim.errors import ConfigError
-from hcsim.transport.group_listener import MOST_EPOCHS
+from hcsim.transport.groups import MOST_EPOCHS
 
 Quorum: TypeAlias = Literal["majority", "tiebreak", "any"]
 """How many members of a view must agree on the next one.

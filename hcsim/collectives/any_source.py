@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from hcsim.errors import ChannelBroken, HcsimError
-from hcsim.runtime.clock import disappoint
+from hcsim.runtime.clock import fail_future
 from hcsim.transport.link import Link, Tag
 from hcsim.transport.mesh import Mesh
 
@@ -98,7 +98,7 @@ class _TagQueue:
 
     def fail(self, error: HcsimError) -> None:
         while self._pending:
-            disappoint(self._pending.popleft().matched, error)
+            fail_future(self._pending.popleft().matched, error)
         self._look_away()
 
     def _arrived(self) -> int | None:

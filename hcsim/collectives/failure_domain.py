@@ -19,7 +19,7 @@ from hcsim.collectives.mismatch import Agreement, watch
 from hcsim.collectives.operation import POINT_TO_POINT, RECEIVING, Operation, OperationId, OperationMetrics
 from hcsim.errors import ChannelError, CollectiveError, CollectiveTimeout, HcsimError, RemoteProtocolError
 from hcsim.runtime.frame import Header, Kind
-from hcsim.transport.group_listener import culprit_in
+from hcsim.transport.groups import culprit_in
 from hcsim.transport.link import Link
 from hcsim.transport.mesh import ABORT_TIMEOUT_S, Mesh
 

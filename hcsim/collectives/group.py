@@ -46,7 +46,7 @@ from hcsim.errors import CollectiveError, HcsimError, RemoteProtocolError, Usage
 from hcsim.runtime.channel import Listener, Phantom
 from hcsim.runtime.frame import HEADER_BYTES
 from hcsim.runtime.host import Host
-from hcsim.transport.group_listener import GroupListener, GroupMembership
+from hcsim.transport.groups import GroupListener, GroupMembership
 from hcsim.transport.mesh import Mesh
 
 T = TypeVar("T")
@@ -85,10 +85,10 @@ class Group:
         group. A `reception` accepts connections for this group and for later ones, and is not closed."""
         mesh = Mesh(host, us, listener, reception)
         domain = FailureDomain(mesh)
-        conducted = options is not None and options.conducted
-        if conducted:
+        views_change = options is not None and options.views_change
+        if views_change:
             mesh.on_newer = None
-        mesh.patient = conducted or us.epoch > 0  # others may still be in the epoch before, and will come
+        mesh.patient = views_change or us.epoch > 0  # others may still be in the epoch before, and will come
         await mesh.open()
         if options is not None and options.watch_s is not None:
             try:

@@ -117,7 +117,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     """For the hierarchical algorithm: groups of well-connected ranks."""
     local: str = "tree"
     cross: str = "ring"
-    conducted: bool = False
+    views_change: bool = False
     """Whether the caller ends this group. Otherwise it ends when a member connects with a later epoch."""
     watch_s: float | None = None
     """The interval of checks for mismatched collectives and for lost ranks that are not needed yet. None: these are

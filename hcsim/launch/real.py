@@ -27,7 +27,7 @@ from hcsim.runtime.address import parse, with_port
 from hcsim.telemetry.trace import Sink, Trace
 from hcsim.transport.admission import AdmittedHost
 from hcsim.transport.admission_queue import LogDeduplicator, RefusalLog
-from hcsim.transport.group_listener import GroupMembership, Wire
+from hcsim.transport.groups import GroupMembership, Wire
 
 if TYPE_CHECKING:
     from hcsim.cluster.coordinator import CoordinatorPolicy

@@ -16,7 +16,7 @@ from hcsim.errors import ConfigError
 from hcsim.launch import DEFAULT_PORT
 from hcsim.telemetry.metrics import HostMetrics
 from hcsim.telemetry.trace import Sink
-from hcsim.transport.group_listener import GroupMembership, Wire
+from hcsim.transport.groups import GroupMembership, Wire
 from hcsim.virtual.host import VirtualHost
 from hcsim.virtual.world import World
 

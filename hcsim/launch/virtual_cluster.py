@@ -21,7 +21,7 @@ from hcsim.node import ClusterJob, coordinating, introduced, train_as_member
 from hcsim.telemetry.trace import Sink
 from hcsim.training.run import Observer, Report
 from hcsim.training.task import Task
-from hcsim.transport.group_listener import Wire
+from hcsim.transport.groups import Wire
 from hcsim.virtual.host import VirtualHost
 from hcsim.virtual.stall_detector import StallDetector
 from hcsim.virtual.world import UsageMonitor, World

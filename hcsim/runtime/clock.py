@@ -56,7 +56,7 @@ async def within(clock: Clock, seconds: float | None, late: str) -> AsyncIterato
         raise DeadlineExceeded(late) from None
 
 
-def disappoint(waiting: asyncio.Future[Any], error: HcsimError) -> None:
+def fail_future(waiting: asyncio.Future[Any], error: HcsimError) -> None:
     """Fail the future, unless it is done. No warning is logged if no task waits for it."""
     if not waiting.done():
         waiting.set_exception(error)

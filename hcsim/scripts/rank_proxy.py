@@ -40,7 +40,7 @@ from hcsim.scripts.ipc import (
 )
 from hcsim.scripts.processes import RankProcess
 from hcsim.scripts.store import LINGER_S, StoreClient
-from hcsim.transport.group_listener import GroupMembership, Wire
+from hcsim.transport.groups import GroupMembership, Wire
 from hcsim.virtual.host import VirtualHost
 
 

@@ -25,7 +25,7 @@ from hcsim.scripts.store import PORT as STORE_PORT
 from hcsim.scripts.store import StoreClient, StoreService
 from hcsim.telemetry.metrics import HistogramSeries, HostMetrics
 from hcsim.telemetry.trace import Sink
-from hcsim.transport.group_listener import Wire
+from hcsim.transport.groups import Wire
 from hcsim.virtual.host import VirtualHost
 from hcsim.virtual.rate_allocator import Resource
 from hcsim.virtual.world import World

@@ -31,7 +31,7 @@ from hcsim.runtime.address import address_at
 from hcsim.runtime.host import Host
 from hcsim.torch_backend.engine import GroupSpec
 from hcsim.transport.admission import AdmittedHost
-from hcsim.transport.group_listener import GroupMembership, Wire
+from hcsim.transport.groups import GroupMembership, Wire
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store

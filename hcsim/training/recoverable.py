@@ -150,7 +150,7 @@ class OneComputes(Replicated):
 
     async def train(self, run: Run) -> None:
         """With fixed ranks no replicas are needed: only the first rank trains, as the baseline."""
-        if run.group.options.conducted:
+        if run.group.options.views_change:
             await super().train(run)
         elif run.group.rank == 0:
             for step in run.steps():

@@ -21,7 +21,7 @@ import msgspec
 
 from hcsim.errors import ChannelBroken, ChannelError, HcsimError, RemoteProtocolError
 from hcsim.runtime.channel import Channel, Fold, Leg, Outlet, Payload, Phantom
-from hcsim.runtime.clock import disappoint
+from hcsim.runtime.clock import fail_future
 from hcsim.runtime.frame import Header, Kind
 from hcsim.runtime.host import Host
 from hcsim.transport.admission_queue import plain
@@ -144,7 +144,7 @@ class Link:
             self._early_bytes -= header.length + EARLY_FRAME_BYTES
             self._settle(header, payload, receipt)
         elif self._error is not None:
-            disappoint(arrived, self._error)
+            fail_future(arrived, self._error)
         else:
             self._posted[tag] = receipt
         if self._wanted is not None:
@@ -227,9 +227,9 @@ class Link:
             return
         self._error = error
         for receipt in self._posted.values():
-            disappoint(receipt.arrived, error)
+            fail_future(receipt.arrived, error)
         for over in self._belts:
-            disappoint(over, error)
+            fail_future(over, error)
         self._posted.clear()
         self._sought.clear()
         if self.on_failure is not None:
@@ -331,7 +331,7 @@ class Link:
         if not receipt.fits(header):
             if header.signature != receipt.signature and self.on_stray is not None:
                 self.on_stray(self, header)
-            disappoint(receipt.arrived, self._error or self._disagreement(header, receipt.total))
+            fail_future(receipt.arrived, self._error or self._disagreement(header, receipt.total))
             return
         into, fold = receipt.into, receipt.fold
         folded = fold is not None and payload is fold.into

@@ -29,11 +29,11 @@ from hcsim.errors import (
     UsageError,
 )
 from hcsim.runtime.channel import Channel, Listener
-from hcsim.runtime.clock import disappoint, within
+from hcsim.runtime.clock import fail_future, within
 from hcsim.runtime.frame import Kind
 from hcsim.runtime.host import Counter, Host, Metrics
 from hcsim.transport.admission_queue import AdmissionQueue, RefusalLog, plain
-from hcsim.transport.group_listener import (
+from hcsim.transport.groups import (
     HELLO_LIMIT_BYTES,
     HELLO_TIMEOUT_S,
     MAX_FRAME_BYTES,
@@ -209,7 +209,7 @@ class Mesh:
         for task in self._tasks:
             task.cancel()
         for opening in self._opening.values():
-            disappoint(opening, error)
+            fail_future(opening, error)
         try:
             await self._leave(error)
         finally:
@@ -274,7 +274,7 @@ class Mesh:
         try:
             link = await self._opened(rank)
         except HcsimError as error:
-            disappoint(opening, error)
+            fail_future(opening, error)
         else:
             if not opening.done():
                 opening.set_result(link)

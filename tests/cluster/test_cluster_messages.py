@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hcsim.cluster.messages import SCHEMA, Decided, Goodbye, HeartbeatMessage, Status
 from hcsim.cluster.view import Member, View
 from hcsim.errors import RemoteProtocolError
-from hcsim.transport.group_listener import MOST_EPOCHS
+from hcsim.transport.groups import MOST_EPOCHS
 
 NO_TEXT = msgspec.msgpack.encode(Goodbye("gone")).replace(b"gone", b"g\xffne")
 ENDLESS = b"\x91" * 100_000

@@ -15,7 +15,7 @@ from hcsim.config import Cluster, Training
 from hcsim.errors import ConfigError
 from hcsim.node import ClusterJob, train_as_member
 from hcsim.training.run import Observer, Point, Report, Run
-from hcsim.transport.group_listener import Wire
+from hcsim.transport.groups import Wire
 from hcsim.virtual.host import VirtualHost
 from hcsim.virtual.world import World
 from tests.switches import on_switch

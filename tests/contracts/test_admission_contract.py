@@ -19,7 +19,7 @@ from hcsim.rng import stream
 from hcsim.runtime.frame import Header, Kind
 from hcsim.transport import admission
 from hcsim.transport.admission import AdmissionOutcome, AdmittedHost
-from hcsim.transport.group_listener import GroupMembership
+from hcsim.transport.groups import GroupMembership
 from tests.contracts.conftest import Arena
 
 OURS, THEIRS = ClusterSecret(bytes(range(16))), ClusterSecret(bytes(range(1, 17)))

@@ -10,7 +10,7 @@ import pytest
 from hcsim import Group, Options
 from hcsim.errors import HcsimError
 from hcsim.runtime.host import Host
-from hcsim.transport.group_listener import GroupMembership
+from hcsim.transport.groups import GroupMembership
 
 
 def test_ranks_that_took_any_port_form_a_group_which_closes_their_listeners(arena):

@@ -33,7 +33,7 @@ from hcsim.runtime.channel import Channel
 from hcsim.runtime.frame import HEADER_BYTES, Header, Kind, encode_header
 from hcsim.transport import admission_queue
 from hcsim.transport.admission import AdmittedHost
-from hcsim.transport.group_listener import GroupHello, GroupMembership, Wire
+from hcsim.transport.groups import GroupHello, GroupMembership, Wire
 from hcsim.transport.mesh import Mesh
 
 pytestmark = pytest.mark.slow

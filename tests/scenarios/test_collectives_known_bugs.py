@@ -13,7 +13,7 @@ from hcsim import Group, Options, Phantom, Wire
 from hcsim.collectives.algorithms import algorithms
 from hcsim.config import Pause, Reset
 from hcsim.errors import CollectiveError
-from hcsim.transport.group_listener import MAX_FRAME_BYTES
+from hcsim.transport.groups import MAX_FRAME_BYTES
 
 Array = np.ndarray[Any, np.dtype[Any]]
 FAST = Wire(segment_bytes=256)

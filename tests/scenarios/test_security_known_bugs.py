@@ -28,7 +28,7 @@ from hcsim.runtime.frame import Header, Kind
 from hcsim.runtime.host import Host
 from hcsim.training.parameter_server import messages
 from hcsim.transport.admission import AdmittedHost
-from hcsim.transport.group_listener import GroupHello, GroupMembership, Wire
+from hcsim.transport.groups import GroupHello, GroupMembership, Wire
 from hcsim.transport.messages import Schema
 from hcsim.virtual.host import VirtualHost
 from hcsim.virtual.world import World

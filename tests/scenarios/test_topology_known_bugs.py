@@ -11,7 +11,7 @@ from hcsim.config import Attachment, Scenario, load_scenario
 from hcsim.launch.virtual_cluster import measure_topology
 from hcsim.runtime.channel import Phantom
 from hcsim.runtime.host import Medium
-from hcsim.transport.group_listener import GroupMembership
+from hcsim.transport.groups import GroupMembership
 from hcsim.virtual.host import VirtualHost
 from hcsim.virtual.world import World
 

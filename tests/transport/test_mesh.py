@@ -22,7 +22,7 @@ from hcsim.runtime.channel import Channel, Phantom
 from hcsim.runtime.frame import HEADER_BYTES, Header, Kind, encode_header
 from hcsim.runtime.host import Host
 from hcsim.transport.admission_queue import MAX_STRANGERS, RefusalLog
-from hcsim.transport.group_listener import HELLO_LIMIT_BYTES, HELLO_TIMEOUT_S, GroupHello, GroupMembership, Wire
+from hcsim.transport.groups import HELLO_LIMIT_BYTES, HELLO_TIMEOUT_S, GroupHello, GroupMembership, Wire
 from hcsim.transport.link import Link
 from hcsim.transport.mesh import Mesh
 from hcsim.virtual.host import VirtualHost

@@ -17,7 +17,7 @@ from hcsim.errors import HcsimError
 from hcsim.launch.virtual import simulate_training
 from hcsim.training.run import Report
 from hcsim.training.trainer import train
-from hcsim.transport.group_listener import GroupMembership
+from hcsim.transport.groups import GroupMembership
 from hcsim.units import PositiveSeconds, Seconds
 from hcsim.virtual.host import VirtualHost
 from hcsim.virtual.loop import VirtualLoop

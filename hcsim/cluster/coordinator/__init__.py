@@ -4,7 +4,7 @@ It is the simplest way to form a cluster: start the coordinator and give every w
 without a coordinator agrees on its members itself (`cluster.agreement`).
 
 - `state`: registered workers and generations, as a pure state machine; `rounds`: barriers and checkpoints
-- `service`: the coordinator's server; `worker`: its client, which sends heartbeats, and the conductor used in
+- `service`: the coordinator's server; `worker`: its client, which sends heartbeats, and the membership source used in
   training
 """
 

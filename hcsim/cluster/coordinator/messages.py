@@ -10,7 +10,7 @@ from msgspec import Meta
 
 from hcsim.cluster.diagnosis import Findings
 from hcsim.errors import ConfigError, UsageError
-from hcsim.transport.group_listener import GroupMembership, Wire
+from hcsim.transport.groups import GroupMembership, Wire
 from hcsim.transport.rpc import Procedure
 
 

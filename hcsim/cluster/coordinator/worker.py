@@ -38,10 +38,10 @@ from hcsim.cluster.membership_source import MemberCheck, NodeInfo
 from hcsim.cluster.probe import Routes
 from hcsim.cluster.view import JobTerms, Member, View
 from hcsim.errors import CallRefused, ChannelBroken, ChannelError, DeadlineExceeded, HcsimError, UsageError, WorkerLost
-from hcsim.runtime.clock import disappoint, within
+from hcsim.runtime.clock import fail_future, within
 from hcsim.runtime.host import Host
 from hcsim.transport.admission_queue import one_line
-from hcsim.transport.group_listener import CHECK_S
+from hcsim.transport.groups import CHECK_S
 from hcsim.transport.rpc import Endpoint, Procedure, ProcedureRegistry
 
 T = TypeVar("T")
@@ -318,7 +318,7 @@ class CoordinatorClient:
     def _lost_for_good(self, error: HcsimError) -> None:
         if self._found.done():
             self._found = asyncio.get_running_loop().create_future()
-        disappoint(self._found, error)
+        fail_future(self._found, error)
         self._generation_over(str(error))
 
 

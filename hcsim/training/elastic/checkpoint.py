@@ -134,7 +134,7 @@ class CheckpointWriter:
             raise ConfigError(f"{vault}: {_unlike(loaded.origin, self._origin)}")
         for text in damaged:
             self._tell(f"{text}; going on from {vault}")
-        return loaded.parcel
+        return loaded.snapshot
 
     async def save(self, host: Host, state: StateArrays, step: int) -> None:
         """Save the state after that step, in the host's time. If it cannot be written, training goes on."""
@@ -176,7 +176,7 @@ class CheckpointWriter:
 class LoadedCheckpoint(NamedTuple):
     """The content of a checkpoint file."""
 
-    parcel: StateArrays
+    snapshot: StateArrays
     origin: CheckpointOrigin
     number: int
 
@@ -200,9 +200,9 @@ class _Header(msgspec.Struct, frozen=True):
     metadata: _Metadata = msgspec.field(name="__metadata__")
 
 
-def encode(parcel: StateArrays, origin: CheckpointOrigin | None = None, number: int = 1) -> bytes:
-    arrays, of = _arrays(parcel), origin or CheckpointOrigin()
-    plain = _Metadata(_FORMAT, parcel.about.hex(), "", of.task, of.fingerprint, str(number))
+def encode(snapshot: StateArrays, origin: CheckpointOrigin | None = None, number: int = 1) -> bytes:
+    arrays, of = _arrays(snapshot), origin or CheckpointOrigin()
+    plain = _Metadata(_FORMAT, snapshot.about.hex(), "", of.task, of.fingerprint, str(number))
     metadata = msgspec.structs.replace(plain, sha256=_digest(plain, arrays))
     return safetensors.numpy.save(arrays, msgspec.structs.asdict(metadata))
 
@@ -215,7 +215,7 @@ def decode(data: bytes) -> LoadedCheckpoint:
         if says.format == _EARLIER:
             raise ConfigError(f"an earlier version of hcsim saved this checkpoint ({_EARLIER}): {ANOTHER_FOLDER}")
         arrays: dict[str, npt.NDArray[np.generic]] = safetensors.numpy.load(data)
-        parcel = StateArrays(bytes.fromhex(says.about), arrays)
+        snapshot = StateArrays(bytes.fromhex(says.about), arrays)
         number = int(says.number)
     except (
         safetensors.SafetensorError, msgspec.DecodeError, KeyError, ValueError, TypeError, OverflowError, RecursionError
@@ -223,7 +223,7 @@ def decode(data: bytes) -> LoadedCheckpoint:
         raise ConfigError(f"this checkpoint is damaged ({error}): put another in its place, or remove it") from None
     if says.format != _FORMAT or says.sha256 != _digest(says, arrays) or not 0 < number < 1 << 63:
         raise ConfigError("this checkpoint is not what was saved (its SHA-256 differs): remove it")
-    return LoadedCheckpoint(parcel, CheckpointOrigin(says.task, says.fingerprint), number)
+    return LoadedCheckpoint(snapshot, CheckpointOrigin(says.task, says.fingerprint), number)
 
 
 @contextmanager
@@ -241,10 +241,10 @@ def _unlike(found: CheckpointOrigin, ours: CheckpointOrigin) -> str:
     return f"this is a checkpoint of the task {found.task}, and the task here is {ours.task}: {ANOTHER_FOLDER}"
 
 
-def _arrays(parcel: StateArrays) -> dict[str, npt.NDArray[np.generic]]:
-    if any(isinstance(array, Phantom) for array in parcel.arrays.values()):
+def _arrays(snapshot: StateArrays) -> dict[str, npt.NDArray[np.generic]]:
+    if any(isinstance(array, Phantom) for array in snapshot.arrays.values()):
         raise ConfigError("a task of shapes alone has nothing to save: train it without checkpoints")
-    return {name: np.ascontiguousarray(array) for name, array in parcel.arrays.items()}
+    return {name: np.ascontiguousarray(array) for name, array in snapshot.arrays.items()}
 
 
 def _digest(says: _Metadata, arrays: Mapping[str, npt.NDArray[np.generic]]) -> str:

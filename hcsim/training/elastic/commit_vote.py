@@ -47,7 +47,7 @@ class Voter(Protocol):
     def learner(self) -> Learner: ...
 
     method: Recoverable
-    conductor: MembershipSource
+    source: MembershipSource
     leaving: asyncio.Event | None
     refused: Counter[int]
     """How often each step was dropped."""
@@ -97,7 +97,7 @@ class CommitVote(Commit):
 
     async def agreed(self, update: Update) -> bool:
         us = self._us
-        later = us.conductor.superseded(self._view.epoch)
+        later = us.source.superseded(self._view.epoch)
         leaving = us.leaving is not None and us.leaving.is_set()
         ours = _Vote(await self._print(), self._objection, later, leaving)
         votes = await self._gathered(update.step, ours)
@@ -120,11 +120,11 @@ class CommitVote(Commit):
 
         Members see preparing newcomers at different times, so they vote again and again: a member that waited
         alone would keep the others waiting for its vote."""
-        conductor, epoch, clock = self._us.conductor, self._view.epoch, self._group.host.clock
+        source, epoch, clock = self._us.source, self._view.epoch, self._group.host.clock
         until_s = clock.elapsed() + LAST_CALL_S
         while True:
-            waits = conductor.will_be_let_in(epoch) or (conductor.preparing(epoch) and clock.elapsed() < until_s)
-            votes = await self._gathered(step, _Vote(await self._print(), -1, conductor.superseded(epoch), waits))
+            waits = source.will_be_let_in(epoch) or (source.preparing(epoch) and clock.elapsed() < until_s)
+            votes = await self._gathered(step, _Vote(await self._print(), -1, source.superseded(epoch), waits))
             if any(vote.superseded for vote in votes):
                 return False
             if not any(vote.leaving for vote in votes):
@@ -170,7 +170,7 @@ class CommitVote(Commit):
     def count_codec_failure(self, step: int, error: CompressionError) -> None:
         """Count a step whose gradients cannot be encoded, or whose received payloads cannot be decoded."""
         if (count := self._counted(step)) >= ATTEMPTS:
-            us = self._us.conductor.us.name
+            us = self._us.source.us.name
             raise TrainingError(f"step {step} was tried {count} times, and ended on {us}: {error}") from error
 
     def _counted(self, step: int) -> int:

@@ -55,7 +55,7 @@ class ElasticMember(Trainer, ABC):
     def __init__(
         self,
         host: Host,
-        conductor: MembershipSource,
+        source: MembershipSource,
         settings: Training,
         seed: int,
         extras: TrainingExtras,
@@ -63,7 +63,7 @@ class ElasticMember(Trainer, ABC):
         ranks: int = 1,
     ) -> None:
         super().__init__(host, settings, seed, extras.what, ranks)
-        self.conductor = conductor
+        self.source = source
         self.observer = Recovery(host, extras.observer, settings.timeout_s)
         self.leaving = extras.leaving
         """Set once this member is to leave."""

@@ -85,19 +85,19 @@ class ServedMember(ElasticMember):
     """A worker, which also runs the server or its standby if it is among the first two members."""
 
     def __init__(
-        self, host: Host, conductor: MembershipSource, settings: Training, seed: int, extras: TrainingExtras
+        self, host: Host, source: MembershipSource, settings: Training, seed: int, extras: TrainingExtras
     ) -> None:
         if isinstance(settings.batch, tuple):
             raise ConfigError(f"batch = {list(settings.batch)}: members of a parameter server change; give one figure")
-        super().__init__(host, conductor, settings, seed, extras)
+        super().__init__(host, source, settings, seed, extras)
         chosen = strategy(self.settings.strategy)
         assert isinstance(chosen, ServerPolicy)
         self._intent = msgspec.json.encode(self.intent(), enc_hook=float)
         self._keeper = ServerReplica(self.learner, optimizer(self.settings))
-        drawer = zlib.crc32(conductor.us.node.encode())  # ranks change with the view, and one that rounds does not
+        drawer = zlib.crc32(source.us.node.encode())  # ranks change with the view, and one that rounds does not
         gradients = GradientCodec(self.learner.layout, make(settings.compressor, seed=seed, rank=drawer))
         self._us = Participant(beside_server(self.learner, seed), gradients, policy_of(chosen, self.settings))
-        worker = self._us.hire(conductor.us.node, JOB)
+        worker = self._us.hire(source.us.node, JOB)
         connect_s = NEAR_S if settings.server is None else CONNECT_TIMEOUT_S
         worker.connect_timeout_s = min(connect_s, self.settings.timeout_s)
         self._compared = 0
@@ -121,7 +121,7 @@ class ServedMember(ElasticMember):
         return self._us.done is not None
 
     def options(self, view: View) -> Options:
-        return Options(timeout_s=self.settings.timeout_s, conducted=True)
+        return Options(timeout_s=self.settings.timeout_s, views_change=True)
 
     async def train(self, group: Group, view: View) -> bool:
         us = self._us
@@ -196,7 +196,7 @@ class ServedMember(ElasticMember):
                 duty.result()
             if group.error is not None:
                 raise CollectiveError(f"the group failed: {group.error}", peer=getattr(group.error, "peer", None))
-            if self.conductor.superseded(view.epoch):
+            if self.source.superseded(view.epoch):
                 return
             self._us.worker.retiring = self.leaving is not None and self.leaving.is_set()
             await self.host.clock.sleep(LOOK_S)
@@ -210,19 +210,19 @@ class ServedMember(ElasticMember):
         if not self._us.ended:
             return False
         if self._us.result() is None:  # it has retired, with nothing owed
-            await self.conductor.leave()
+            await self.source.leave()
             return True
         return await self._confirmed(group, view)
 
     async def _confirmed(self, group: Group, view: View) -> bool:
         """Confirm that all members have the final model; before that, a server might have to serve it again. Return
         whether this member may leave: no member knows of newcomers that wait to join."""
-        conductor, clock = self.conductor, self.host.clock
+        source, clock = self.source, self.host.clock
         until_s = clock.elapsed() + LAST_CALL_S
         await self._compare(group, view)
         while True:
-            waits = conductor.preparing(view.epoch) and clock.elapsed() < until_s
-            over, waits = await self._told(group, superseded=conductor.superseded(view.epoch), waits=waits)
+            waits = source.preparing(view.epoch) and clock.elapsed() < until_s
+            over, waits = await self._told(group, superseded=source.superseded(view.epoch), waits=waits)
             if over or not waits:
                 return not over
             await clock.sleep(LAST_CALL_PAUSE_S)

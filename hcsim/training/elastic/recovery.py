@@ -8,7 +8,7 @@ as usual for the time limit of an exchange has failed, and its members look for 
 `watch_steps` checks the other members when a step takes much longer than usual. A collective gives up only
 after the group's timeout, which has to be longer than any correct step: a minute by default. Heartbeats do not
 notice a failure that affects only the data. So a member that has waited for several times the usual time of a
-step checks the port of every other member (`hcsim.transport.group_listener`), while the step goes on. If all answer,
+step checks the port of every other member (`hcsim.transport.groups`), while the step goes on. If all answer,
 the step is only slow, and the check is repeated after twice the time. If one does not answer, the view ends,
 and the findings decide which member the next view excludes (`hcsim.cluster.diagnosis`).
 
@@ -29,7 +29,7 @@ from hcsim.collectives.group import Group
 from hcsim.errors import CollectiveError, CollectiveTimeout
 from hcsim.runtime.host import Host
 from hcsim.training.run import Observer, Point, Run
-from hcsim.transport.group_listener import CHECK_S, check_peer
+from hcsim.transport.groups import CHECK_S, check_peer
 
 SLOW = 4.0
 """A step is slow if it takes this many times the usual time."""
@@ -133,7 +133,7 @@ class NotAnswering(CollectiveError):
         self.wrong = dict(wrong or {})
 
 
-async def watch_steps(group: Group, view: View, conductor: MembershipSource, steps: Recovery) -> None:
+async def watch_steps(group: Group, view: View, source: MembershipSource, steps: Recovery) -> None:
     """Fail the group once a step does not end and a member does not answer; never return before."""
     host, clock = group.host, group.host.clock
     others = [rank for rank in range(group.size) if rank != group.rank]
@@ -152,7 +152,7 @@ async def watch_steps(group: Group, view: View, conductor: MembershipSource, ste
                 since_s = clock.elapsed()
             continue
         due_s = clock.elapsed() + CHECK_S
-        found = await asyncio.gather(*(check_peer(host, each) for each in _addresses(view, conductor, others)))
+        found = await asyncio.gather(*(check_peer(host, each) for each in _addresses(view, source, others)))
         if steps.progress_s is not None and steps.progress_s > since_s:
             continue  # it did go on
         if clock.elapsed() > due_s + STOOD_STILL_S:
@@ -166,6 +166,6 @@ async def watch_steps(group: Group, view: View, conductor: MembershipSource, ste
         looks += 1
 
 
-def _addresses(view: View, conductor: MembershipSource, ranks: Sequence[int]) -> list[str]:
-    members, ways = [view.members[rank] for rank in ranks], conductor.ways
+def _addresses(view: View, source: MembershipSource, ranks: Sequence[int]) -> list[str]:
+    members, ways = [view.members[rank] for rank in ranks], source.ways
     return [member.address if ways is None else ways.address(member) for member in members]

@@ -48,10 +48,10 @@ class ReplicatedMember(ElasticMember):
     """A member that holds a replica and votes."""
 
     def __init__(
-        self, host: Host, conductor: MembershipSource, settings: Training, seed: int, extras: TrainingExtras
+        self, host: Host, source: MembershipSource, settings: Training, seed: int, extras: TrainingExtras
     ) -> None:
         first = len(settings.batch) if isinstance(settings.batch, tuple) else 1
-        super().__init__(host, conductor, settings, seed, extras, ranks=first)
+        super().__init__(host, source, settings, seed, extras, ranks=first)
         self.method = recoverable(self.settings, self.learner)
         self.provenance = NOTHING_YET
         """The provenance when all members last synchronised."""
@@ -90,13 +90,13 @@ class ReplicatedMember(ElasticMember):
             homes.setdefault(member.home, []).append(rank)
         groups = tuple(map(tuple, homes.values()))
         wanted = len(groups) > 1 or "hierarchical" in (self.settings.strategy, self.settings.algorithm)
-        return Options(timeout_s=self.settings.timeout_s, groups=groups if wanted else (), conducted=True)
+        return Options(timeout_s=self.settings.timeout_s, groups=groups if wanted else (), views_change=True)
 
     async def train(self, group: Group, view: View) -> bool:
         self._votes = None
         await self._synchronise(group, view)
-        if self._by_links and self.conductor.ways is not None:
-            await follow_links(group, view, self.conductor.ways)
+        if self._by_links and self.source.ways is not None:
+            await follow_links(group, view, self.source.ways)
         run = self.run
         self.began(view, run.step)
         if self.checkpoints is not None:
@@ -104,14 +104,14 @@ class ReplicatedMember(ElasticMember):
         votes = run.commit = self._votes = CommitVote(self, group, view)
         run.observer = self.observer
         watching = self.host.spawn(
-            watch_steps(group, view, self.conductor, self.observer), name=f"watch the steps of view {view.epoch}"
+            watch_steps(group, view, self.source, self.observer), name=f"watch the steps of view {view.epoch}"
         )
         try:
             await self.method.train(run)
         except CompressionError as error:
             # The others wait for this member's part of the exchange: all try the step again.
             votes.count_codec_failure(run.step, error)
-            name = self.conductor.us.name
+            name = self.source.us.name
             raise CollectiveError(f"{name} can neither send nor take this step: {error}", peer=group.rank) from error
         finally:
             watching.cancel()
@@ -127,7 +127,7 @@ class ReplicatedMember(ElasticMember):
             # It is unknown whether the residual arrived. If this member stayed, it could be applied twice.
         if group.rank not in votes.leavers:
             return False
-        await self.conductor.leave()
+        await self.source.leave()
         return True
 
     async def applied(self) -> None:
@@ -178,10 +178,10 @@ class ReplicatedMember(ElasticMember):
         ]
         takers = [any(needs) for needs in zip(model, memory, outdated, strict=True)]
         routes = routes_between(view, givers, takers)
-        giving = {t: self._parcel(model=model[t], memory=memory[t]) for giver, t in routes if giver == group.rank}
+        giving = {t: self._snapshot(model=model[t], memory=memory[t]) for giver, t in routes if giver == group.rank}
         if routes:
-            for parcel in await relay(group, routes, giving):
-                self._adopt(parcel)
+            for snapshot in await relay(group, routes, giving):
+                self._adopt(snapshot)
                 self._check_sizes(view.nodes[group.rank])
 
         told = await self._told(group)
@@ -260,19 +260,19 @@ class ReplicatedMember(ElasticMember):
 
     # What is held, handed over, taken over and saved.
 
-    def _parcel(self, *, model: bool, memory: bool) -> StateArrays:
+    def _snapshot(self, *, model: bool, memory: bool) -> StateArrays:
         """Return the state that another member lacks, which includes at least the provenance."""
         about = msgspec.structs.replace(self.provenance, step=self.run.step, since=self._since, memory=memory)
         arrays = {**(self.method.shared() if model else {}), **(self._memory() if memory else {})}
         return StateArrays(msgspec.msgpack.encode(about), arrays)
 
-    def _adopt(self, parcel: StateArrays) -> None:
+    def _adopt(self, snapshot: StateArrays) -> None:
         """Take over a received state. Keep this member's residual if all steps that led to it count."""
-        about = parcel.told(Provenance)
+        about = snapshot.told(Provenance)
         own = self._own_that_counts(about)
-        if "parameters" in parcel.arrays:
-            self.method.adopt(parcel.arrays, about.step)
-        memory = parcel.arrays if about.memory else self._memory()
+        if "parameters" in snapshot.arrays:
+            self.method.adopt(snapshot.arrays, about.step)
+        memory = snapshot.arrays if about.memory else self._memory()
         state = own | {n.removeprefix(MEMORY): array for n, array in memory.items() if n.startswith(MEMORY)}
         self.run.compressor.restore({name: array for name, array in state.items() if not isinstance(array, Phantom)})
         self.provenance = about
@@ -316,12 +316,12 @@ class ReplicatedMember(ElasticMember):
             giving = {heirs[0]: StateArrays(b"", self._owed())}
             state = self.run.compressor.state()  # somebody else owes it now
             self.run.compressor.restore({name: array for name, array in state.items() if not name.startswith(OWN)})
-        for parcel in await relay(group, routes, giving):
-            self._take_in(parcel.arrays)
+        for snapshot in await relay(group, routes, giving):
+            self._take_in(snapshot.arrays)
 
     def _saved(self) -> StateArrays:
         """Return the state that a restarted member needs to go on from here."""
-        saved = self._parcel(model=True, memory=True)
+        saved = self._snapshot(model=True, memory=True)
         return StateArrays(saved.about, {**saved.arrays, **self._owed()})
 
     def _reload(self, checkpoint: StateArrays) -> None:

@@ -89,9 +89,9 @@ class ServerReplica:
             view, [rank for rank in keepers if headers[rank].standing == headers[right].standing], right, marks
         )
         routes = [(right, r) for r in keepers if r != right and headers[r].standing != headers[right].standing]
-        giving = {taker: self._parcel() for giver, taker in routes if giver == group.rank}
-        for parcel in await relay(group, routes, giving) if routes else ():
-            self.adopt(parcel)
+        giving = {taker: self._snapshot() for giver, taker in routes if giver == group.rank}
+        for snapshot in await relay(group, routes, giving) if routes else ():
+            self.adopt(snapshot)
         await group.barrier()
         if group.rank in keepers:
             assert self.state is not None
@@ -127,12 +127,12 @@ class ServerReplica:
         state.begin(start)
         return StateArrays(msgspec.msgpack.encode(state), self._model.shared())
 
-    def _parcel(self) -> StateArrays:
+    def _snapshot(self) -> StateArrays:
         return StateArrays(msgspec.msgpack.encode(self.state), self._model.shared())
 
-    def adopt(self, parcel: StateArrays) -> None:
-        self.state = parcel.told(ServerState)
-        self._model.adopt(parcel.arrays, self.state.step)
+    def adopt(self, snapshot: StateArrays) -> None:
+        self.state = snapshot.told(ServerState)
+        self._model.adopt(snapshot.arrays, self.state.step)
 
     @property
     def _model(self) -> Replicated:

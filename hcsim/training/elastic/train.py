@@ -34,19 +34,19 @@ from hcsim.training.elastic.synchronise import survey
 from hcsim.training.learner import digest
 from hcsim.training.run import Report
 from hcsim.training.strategies import ParameterServer, strategy
-from hcsim.transport.group_listener import GroupListener, GroupMembership, Wire, check_all
+from hcsim.transport.groups import GroupListener, GroupMembership, Wire, check_all
 
 _NO_PARAMETERS = "shapes"
 """The outcome of a training of shapes alone."""
 
 
 def prepare(
-    host: Host, conductor: MembershipSource, settings: Training, seed: int, extras: TrainingExtras
+    host: Host, source: MembershipSource, settings: Training, seed: int, extras: TrainingExtras
 ) -> ElasticMember:
     """Load the data and build the model, which may take seconds. All members must give the same settings and seed."""
     saved = extras.checkpoints.load() if extras.checkpoints is not None else None
     kind = ServedMember if isinstance(strategy(settings.strategy), ParameterServer) else ReplicatedMember
-    member = kind(host, conductor, settings, seed, extras)
+    member = kind(host, source, settings, seed, extras)
     if saved is not None:
         member.reload(saved)
     return member
@@ -54,25 +54,25 @@ def prepare(
 
 async def follow(member: ElasticMember, wire: Wire) -> Report:
     """Train a prepared member in the conductor's views, to the end; return its report."""
-    host, conductor = member.host, member.conductor
+    host, source = member.host, member.source
     # A newcomer calls while the others are still busy with their step.
     patience_s = max(wire.connect_timeout_s, member.settings.timeout_s)
     wire = msgspec.structs.replace(wire, connect_timeout_s=patience_s)
     epoch = -1
-    reception = GroupListener(host, await host.listen(conductor.us.address))
-    conductor.check_with(partial(check_all, host))
+    reception = GroupListener(host, await host.listen(source.us.address))
+    source.check_with(partial(check_all, host))
     try:
-        while (view := await next_view(host, conductor, epoch, member.leaving, _outcome(member))) is not None:
+        while (view := await next_view(host, source, epoch, member.leaving, _outcome(member))) is not None:
             epoch = view.epoch
-            conductor.over(epoch).add_done_callback(member.observer.failed)
+            source.over(epoch).add_done_callback(member.observer.failed)
             if await _follow(member, view, wire, reception):
                 if member.is_complete:
-                    conductor.finish(_outcome(member))
+                    source.finish(_outcome(member))
                 break
         if member.is_complete:
             await member.complete()
     finally:
-        conductor.check_with(None)
+        source.check_with(None)
         await member.close()
         await reception.close()
     if not member.has_begun:
@@ -90,35 +90,35 @@ def _outcome(member: ElasticMember) -> str:
 
 async def _follow(member: ElasticMember, view: View, wire: Wire, reception: GroupListener) -> bool:
     """Take part in a view; return whether the member is done with the cluster: training is complete, or it left."""
-    host, conductor = reception.host, member.conductor
-    rank = view.rank(conductor.us)
+    host, source = reception.host, member.source
+    rank = view.rank(source.us)
     if rank is None:
-        raise UsageError(f"the conductor gave {conductor.us.name} a view that it is not in: epoch {view.epoch}")
+        raise UsageError(f"the membership source gave {source.us.name} a view that it is not in: epoch {view.epoch}")
     addresses = tuple(each.address for each in view.members)
-    identities = view.nodes if conductor.identified else ()
+    identities = view.nodes if source.identified else ()
     membership = GroupMembership(rank, addresses, view.lineage, view.epoch, wire, identities)
     group = await Group.open(host, membership, member.options(view), reception=reception)
-    over = conductor.over(view.epoch)
+    over = source.over(view.epoch)
     watching = host.spawn(_watch(group, over), name=f"watch over view {view.epoch}")
     host.trace("follows", view.epoch, rank, len(addresses))
-    ways = conductor.ways
+    ways = source.ways
     member.observer.began()
     try:
         if ways is not None:
             ways.in_use = lambda: {view.nodes[other]: ends for other, ends in group.ends.items()}
             await survey(group, view, ways, over)
         if group.error is None and not over.done():
-            conductor.surveyed(view.epoch)
+            source.surveyed(view.epoch)
         return await member.train(group, view)
     except CollectiveError as error:
         group.fail(error)
         host.trace("view failed", view.epoch, str(error))
         if ways is not None and error.peer is not None:
             ways.forget(view.nodes[error.peer])
-        conductor.broken(view.epoch, member.failure(view, group))
+        source.broken(view.epoch, member.failure(view, group))
         return False
     except HcsimError as error:
-        group.fail(f"{conductor.us.name} ended: {error}", rank)
+        group.fail(f"{source.us.name} ended: {error}", rank)
         raise
     finally:
         watching.cancel()

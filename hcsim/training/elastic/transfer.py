@@ -167,7 +167,7 @@ class _Taking:
         hi = min(lo + PIECE_BYTES, self._total)
         return Phantom(hi - lo) if self._phantom else self._joined[lo:hi]
 
-    def parcel(self) -> StateArrays:
+    def snapshot(self) -> StateArrays:
         arrays: dict[str, npt.NDArray[np.generic] | Phantom] = {}
         at = 0
         for item in self._label.items:
@@ -186,7 +186,7 @@ class _Taking:
 async def relay(group: Group, routes: Sequence[TransferRoute], giving: Mapping[int, StateArrays]) -> list[StateArrays]:
     """Carry a parcel along each route; `giving` has this rank's parcels by taker. Return the parcels received here,
     in the order of the routes."""
-    packed = {taker: parcel.packed() for taker, parcel in giving.items()}
+    packed = {taker: snapshot.packed() for taker, snapshot in giving.items()}
     sizes = np.zeros((group.size, 2), np.int64)
     for taker, (label, pieces) in packed.items():
         sizes[taker] = len(label), len(pieces)
@@ -214,7 +214,7 @@ async def relay(group: Group, routes: Sequence[TransferRoute], giving: Mapping[i
             ]
         )
         await group.barrier()
-    return [taking.parcel() for taking in arriving]
+    return [taking.snapshot() for taking in arriving]
 
 
 def refuse(giver: int, why: object) -> NoReturn:

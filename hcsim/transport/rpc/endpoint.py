@@ -38,7 +38,7 @@ from hcsim.errors import (
     UsageError,
 )
 from hcsim.runtime.channel import Channel, Payload
-from hcsim.runtime.clock import disappoint, within
+from hcsim.runtime.clock import fail_future, within
 from hcsim.runtime.frame import Header, Kind
 from hcsim.runtime.host import Host
 from hcsim.transport.messages import Requests, describe, revive
@@ -219,7 +219,7 @@ class CallClient:
     def end(self) -> None:
         """Fail all calls: the channel has ended."""
         for pending in self._line.requests.waiting():
-            disappoint(pending.answer, self._line.over(pending.procedure.name))
+            fail_future(pending.answer, self._line.over(pending.procedure.name))
 
 
 @lru_cache(1024)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from hcsim.errors import HcsimError, RemoteProtocolError
 from hcsim.runtime.channel import Channel
-from hcsim.runtime.clock import disappoint
+from hcsim.runtime.clock import fail_future
 from hcsim.runtime.frame import Header
 from hcsim.transport.rpc.messages import SCHEMA, CallFailure, CallResult, EncodedValue, RpcMessage
 from hcsim.transport.rpc.references import DTYPES, Handles, arrays_bytes
@@ -97,7 +97,7 @@ class Inbox:
     def close(self, error: HcsimError) -> None:
         """Fail all incomplete parcels: the channel has ended."""
         for incoming in self._open.values():
-            disappoint(incoming.complete, error)
+            fail_future(incoming.complete, error)
         self._open.clear()
 
 

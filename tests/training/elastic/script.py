@@ -20,7 +20,7 @@ from hcsim.errors import HcsimError
 from hcsim.training.elastic import train as elastic
 from hcsim.training.elastic.member import TrainingExtras
 from hcsim.training.run import Point, Report, Run
-from hcsim.transport.group_listener import Wire
+from hcsim.transport.groups import Wire
 from hcsim.virtual.host import VirtualHost
 from hcsim.virtual.world import World
 
@@ -61,7 +61,7 @@ class Cluster:
     def names(self) -> list[str]:
         return [member.name for member in self.views[-1].members]
 
-    def conductor(self, name: str) -> Scripted:
+    def source(self, name: str) -> Scripted:
         return self.conductors.setdefault(name, Scripted(self, name))
 
     def publish(self, names: Sequence[str]) -> None:
@@ -72,16 +72,16 @@ class Cluster:
     def follow(self, order: Sequence[str]) -> None:
         """The next view, with its members in this order."""
         self.views.append(View(self.lineage, len(self.views), tuple(map(self.member, order))))
-        for conductor in self.conductors.values():
-            conductor.news()
+        for source in self.conductors.values():
+            source.news()
 
     def end(self, reason: str) -> None:
         """The view is over at once, and no other follows."""
         self._changing = True
         for view in self.views:
             self._over.setdefault(view.epoch, reason)
-        for conductor in self.conductors.values():
-            conductor.news()
+        for source in self.conductors.values():
+            source.news()
 
     def lose(self, reason: str, without: Sequence[str] = ()) -> None:
         """The view is over at once; the next one has whoever is alive, is not done, and is not left out."""
@@ -181,8 +181,8 @@ class Scripted:
 
     def finish(self, outcome: str) -> None:
         self._cluster.outcomes.append(outcome)
-        for conductor in self._cluster.conductors.values():
-            conductor.news()
+        for source in self._cluster.conductors.values():
+            source.news()
 
     def will_be_let_in(self, epoch: int) -> bool:
         return False
@@ -282,7 +282,7 @@ def train(
         theirs = (unlike or {}).get(host.name, settings)
         wire = own.pop("wire", Wire())
         extras = TrainingExtras(watchers[host.name], **own)
-        report = await elastic.follow(elastic.prepare(host, cluster.conductor(host.name), theirs, SEED, extras), wire)
+        report = await elastic.follow(elastic.prepare(host, cluster.source(host.name), theirs, SEED, extras), wire)
         run = watchers[host.name].run
         if run is not None and run.step == theirs.steps:
             cluster.finished(host.name)

@@ -78,9 +78,9 @@ def check_mutants(seed: int, count: int) -> int:
         except ConfigError as error:
             refused.append(str(error))
         else:  # white space in the header, say
-            assert (loaded.origin, loaded.number, loaded.parcel.about) == (DIGITS, 1, PARCEL.about)
+            assert (loaded.origin, loaded.number, loaded.snapshot.about) == (DIGITS, 1, PARCEL.about)
             for name, array in PARCEL.arrays.items():
-                found = loaded.parcel.arrays[name]
+                found = loaded.snapshot.arrays[name]
                 assert isinstance(array, np.ndarray)
                 assert isinstance(found, np.ndarray)
                 assert (found.dtype, found.tobytes()) == (array.dtype, array.tobytes())
@@ -147,7 +147,7 @@ def test_the_last_few_are_kept_and_a_damaged_one_costs_only_itself():
     assert told[0].endswith("; going on from checkpoint, on a virtual disk")
     saved(disk, 6)  # takes the place of the damaged one
     assert newest(disk, told) == b"6"
-    assert [decode(disk.records[name]).parcel.about for name in sorted(disk.records)] == [b"4", b"6", b"3"]
+    assert [decode(disk.records[name]).snapshot.about for name in sorted(disk.records)] == [b"4", b"6", b"3"]
 
 
 def test_the_newest_is_found_also_when_fewer_are_kept_than_before():

@@ -328,7 +328,7 @@ def test_a_full_disk_keeps_nobody_from_leaving() -> None:
 def test_a_checkpoint_that_is_not_what_was_saved_is_refused() -> None:
     outcome = train(SWITCH, CONVEX, checkpoints=lambda host: CheckpointWriter(4, in_store(host.store)))
     data = outcome.cluster.world.host("a").store.records["checkpoint"]
-    assert decode(data).parcel.arrays["parameters"].nbytes == 4096
+    assert decode(data).snapshot.arrays["parameters"].nbytes == 4096
     spoiled_data = bytearray(data)
     spoiled_data[-5] ^= 1
     with pytest.raises(ConfigError, match="SHA-256"):

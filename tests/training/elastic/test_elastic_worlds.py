@@ -15,7 +15,7 @@ from hcsim.real.host import RealHost, RealOptions
 from hcsim.training.elastic.member import TrainingExtras
 from hcsim.training.elastic.train import follow, prepare
 from hcsim.training.run import Point, Report, Run
-from hcsim.transport.group_listener import Wire
+from hcsim.transport.groups import Wire
 from hcsim.units import PositiveSeconds
 from tests.switches import on_switch
 from tests.training.elastic.script import SEED, train
@@ -120,9 +120,9 @@ def test_real_members_that_come_and_go_learn_what_virtual_ones_do(
 
         async def member(number: int) -> Report:
             async with RealHost(RealOptions(name=f"m{number}", insecure=True)) as host:
-                conductor = Reader(board, board.members[number])
+                source = Reader(board, board.members[number])
                 extras = TrainingExtras(turning if number == 0 else None)
-                return await follow(prepare(host, conductor, chosen, SEED, extras), Wire())
+                return await follow(prepare(host, source, chosen, SEED, extras), Wire())
 
         async with asyncio.timeout(GUARD_S):
             return await asyncio.gather(*map(member, range(3)))
@@ -147,9 +147,9 @@ def test_a_real_member_that_is_lost_is_done_without(addresses: Callable[[int], l
 
         async def member(number: int) -> Report:
             async with RealHost(RealOptions(name=f"m{number}", insecure=True)) as host:
-                conductor = Reader(board, board.members[number])
+                source = Reader(board, board.members[number])
                 extras = TrainingExtras(turning if number == 0 else None)
-                return await follow(prepare(host, conductor, CONVEX, SEED, extras), Wire())
+                return await follow(prepare(host, source, CONVEX, SEED, extras), Wire())
 
         tasks += [asyncio.create_task(member(number)) for number in range(3)]
         async with asyncio.timeout(GUARD_S):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hcsim.config import FewDescriptors
-from hcsim.transport.group_listener import CHECK_S, GroupListener, check_all
+from hcsim.transport.groups import CHECK_S, GroupListener, check_all
 from hcsim.units import Seconds
 from hcsim.virtual.host import VirtualHost
 from hcsim.virtual.world import World

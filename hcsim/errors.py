@@ -58,7 +58,7 @@ class GradientsRefused(PeerRefused):
 
 class AdmissionRefused(PeerRefused):
     """This side and the peer do not accept each other as members of one cluster. `reason` is one of
-    `identity.reasons`."""
+    `identity.trust_list.RefusalReason`."""
 
     def __init__(self, message: str, peer: str = "", reason: str = "") -> None:
         super().__init__(message, peer)

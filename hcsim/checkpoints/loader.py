@@ -174,6 +174,14 @@ class Checkpoint:
                 f"the optimizer has {len(here)} groups, of {', '.join(str(len(group)) for group in here)} parameters, "
                 f"which are not those of the checkpoint, {', '.join(str(len(group)) for group in there)}"
             )
+        for theirs in saved["param_groups"]:
+            lacking = [key for key in optimizer.defaults if key not in theirs]
+            foreign = [key for key in theirs if key not in {*optimizer.defaults, "params", "param_names", "initial_lr"}]
+            if lacking and foreign:  # torch's versions add settings, and take none away
+                raise CheckpointError(
+                    f"the checkpoint of step {self.step} is of another kind of optimizer: it has {foreign[0]}, and "
+                    f"{type(optimizer).__name__} has {lacking[0]}"
+                )
         names = [name for group in now["param_groups"] for name in group["params"]]
         reading: dict[str, Held] = {}
         states = {name: self._moments(program, name, saved["state"], rank, reading) for name in names}

@@ -24,9 +24,9 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -332,6 +332,34 @@ def _nothing(
             said.append(f"of step {found} the part of rank {', '.join(map(str, lacking))} is missing")
     what = "no whole checkpoint" + ("" if step is None else f" of step {step}")
     return f"{folder}: there is {what} here" + (f": {'; '.join(dict.fromkeys(said))}" if said else "")
+
+
+class PartName(NamedTuple):
+    """A part that is on some rank's disk."""
+
+    step: int
+    again: int
+    saving: str
+    world: int
+    rank: int
+
+
+def parts_before(folder: Path, step: int) -> list[PartName]:
+    """Return the parts of older steps that are on this rank's disk."""
+    return [
+        PartName(part.step, part.again, part.saving, part.world, part.rank)
+        for older in steps_in(folder)
+        if older < step
+        for part in parts_in(folder, older)[0]
+    ]
+
+
+def whole_steps(parts: Iterable[PartName]) -> list[int]:
+    """Return the steps of which some saving has all its parts on the disks of the ranks, the oldest first."""
+    found: dict[tuple[int, int, str, int], set[int]] = {}
+    for part in parts:
+        found.setdefault(part[:4], set()).add(part.rank)
+    return sorted({step for (step, _, _, world), ranks in found.items() if len(ranks) == world})
 
 
 def _savings(described: Sequence[Sequence[CheckpointShard]]) -> Iterator[dict[int, CheckpointShard]]:

@@ -30,13 +30,16 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from hcsim.checkpoints.parts import (
     CheckpointShard,
+    PartName,
     as_tensor,
     dtype_name,
     gathered,
+    parts_before,
     place,
     remove_savings,
     remove_step,
     steps_in,
+    whole_steps,
     write_part,
 )
 from hcsim.checkpoints.state import Divided, HasState, ProgramState, StateEntry, chunks, local, random_state
@@ -247,8 +250,8 @@ class Saver:
         weakref.finalize(self, _warn_of_unraised, self._errors)
         self._step: int | None = None
         self._again = 0
-        self._whole: list[int] = []
-        """Steps that are complete on the disks of all ranks."""
+        self._whole: list[int] | None = None
+        """Steps that are complete on the disks of all ranks; None until the first save finds those of earlier runs."""
 
     def save(self, step: int, **plain: Any) -> None:
         """Save this step; `plain` are numbers and strings, the same on all ranks. All ranks call this.
@@ -263,13 +266,17 @@ class Saver:
         def look() -> tuple[RankState, bytes]:
             self.wait()
             state = RankState(self._model, self._optimizer, also=self._also, plain=plain, group=self._group)
-            return state, msgspec.msgpack.encode(state.marks(self._alike))
+            here = parts_before(self._folder, step) if self._whole is None else []
+            return state, msgspec.msgpack.encode((state.marks(self._alike), here))
 
-        state, marks = self._together(look)
+        state, looks = self._together(look)
+        seen = [msgspec.msgpack.decode(each, type=tuple[Marks, list[PartName]]) for each in looks]
+        marks = [each for each, _ in seen]
+        found = whole_steps([name for _, names in seen for name in names])
 
         def plan() -> tuple[tuple[Writer, CheckpointSavePlanner], bytes]:
             writer = Writer(self._folder, step, state.aliases)
-            planner = state.planner([msgspec.msgpack.decode(each, type=Marks) for each in marks])
+            planner = state.planner(marks)
             return (writer, planner), packed_plan(writer.prepare_local_plan(planner.create_local_plan()))
 
         (writer, planner), plans = self._together(plan)
@@ -281,10 +288,12 @@ class Saver:
 
         taken, _ = self._together(copy)
         replaced = None if self._step is None or not self._again else (self._step, self._again)
+        whole = found if self._whole is None else self._whole
         if self._step is not None:
-            self._whole = [*dict.fromkeys([*self._whole, self._step])][-self._keep :]
+            whole = [*dict.fromkeys([*whole, self._step])]
+        self._whole = whole = whole[-self._keep :]
         self._step, self._again = step, taken.part.again
-        pruned = min(self._whole) if len(self._whole) == self._keep else 0
+        pruned = min(whole) if len(whole) == self._keep else 0
         parts = self._exchanged(*taken.packed()) if self._copies > 1 else None
         self._writing = threading.Thread(target=self._write, args=(taken, parts, pruned, replaced), name="checkpoint")
         self._writing.start()

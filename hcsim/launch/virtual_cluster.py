@@ -22,6 +22,7 @@ from hcsim.telemetry.trace import Sink
 from hcsim.training.run import Observer, Report
 from hcsim.training.task import Task
 from hcsim.transport.groups import Wire
+from hcsim.units import did_you_mean
 from hcsim.virtual.host import VirtualHost
 from hcsim.virtual.stall_detector import StallDetector
 from hcsim.virtual.world import UsageMonitor, World
@@ -53,8 +54,8 @@ def simulate_cluster(
     resources that hosts use."""
     loaded = load_scenario(scenario)
     cluster = loaded.cluster or Cluster()
-    if cluster.coordinator is not None and cluster.coordinating_host not in (names := [n.name for n in loaded.nodes]):
-        raise ConfigError(f'coordinator = "{cluster.coordinator}": there is no such node; there are {", ".join(names)}')
+    if cluster.coordinator is not None:
+        cluster = _with_coordinating_node(cluster, cluster.coordinator, [node.name for node in loaded.nodes])
     if cluster.nodes is None:
         cluster = msgspec.structs.replace(cluster, nodes=len(loaded.nodes))
     plan = ClusterJob(cluster, settings or loaded.training or Training(), loaded.seed, wire or Wire())
@@ -102,6 +103,18 @@ async def _last_start(world: World, host: VirtualHost) -> None:
     saved."""
     while world.returns.get(host.name):
         await host.clock.sleep(_LOOK_S)
+
+
+def _with_coordinating_node(cluster: Cluster, coordinator: str, names: list[str]) -> Cluster:
+    """Take NAME.local, as real machines are called in a home, for the node of that name."""
+    host, _, port = coordinator.rpartition(":")
+    node = host if host in names else host.removesuffix(".local")
+    if node not in names:
+        raise ConfigError(
+            f'coordinator = "{coordinator}": there is no such node{did_you_mean(node, names)}; there are '
+            + ", ".join(names)
+        )
+    return msgspec.structs.replace(cluster, coordinator=f"{node}:{port}")
 
 
 def _standstill(world: World, patience_s: float, limit_s: float | None) -> StallDetector:

@@ -225,6 +225,15 @@ def test_the_newest_step_and_those_that_stay(tmp_path: Path) -> None:
     assert not list(tmp_path.rglob(".*"))
 
 
+def test_steps_of_earlier_runs_are_among_those_that_stay(tmp_path: Path) -> None:
+    for run in range(4):
+        saver = Saver(tmp_path, layer(0), keep=2)
+        for step in (2 * run + 1, 2 * run + 2):
+            saver.save(step)
+        saver.wait()
+    assert steps_in(tmp_path) == [8, 7, 6]
+
+
 def test_a_step_that_was_not_finished_does_not_count_among_those_that_stay(tmp_path: Path) -> None:
     write_part(tmp_path, *part_of(0, 2, 20, "a"))
     save(tmp_path, 10)

@@ -231,3 +231,13 @@ def test_what_cannot_be_written_is_heard_of_at_the_next_saving_and_then_forgotte
     saver.save(4)
     saver.wait()
     assert load(folder).step == 4
+
+
+def test_another_kind_of_optimizer_is_refused(tmp_path: Path) -> None:
+    model = nn.Linear(3, 3)
+    saver = Saver(tmp_path, model, torch.optim.Adam(model.parameters()))
+    saver.save(1)
+    saver.wait()
+    with pytest.raises(CheckpointError, match="another kind of optimizer: it has betas, and SGD has momentum"):
+        load(tmp_path).restore(model, torch.optim.SGD(model.parameters(), momentum=0.9))
+    load(tmp_path).restore(model, torch.optim.AdamW(model.parameters()))

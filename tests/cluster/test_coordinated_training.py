@@ -142,6 +142,11 @@ def test_a_coordinator_in_a_simulation_is_one_of_its_nodes():
         simulate_cluster(home(coordinator="mini:52417"))
 
 
+def test_a_node_may_be_named_as_a_real_machine_is():
+    named = [simulate_cluster(home(coordinator=f"{name}:52417", steps=3)) for name in ("a", "a.local")]
+    assert named[0].trace_sha256 == named[1].trace_sha256
+
+
 class Scene:
     """A coordinator and two members of one machine that train, with what they say."""
 

@@ -242,7 +242,7 @@ class CoordinatorClient:
 
     async def _register(self) -> None:
         until_s, lost = self.host.clock.elapsed() + self._patience_s, self._lost
-        self._lost = ""
+        self._lost, told = "", False
         where = f"the coordinator at {self._coordinator}"
         if lost:
             self._tell(f"{where} is lost ({lost}); it is called again for {self._patience_s:g} s")
@@ -263,6 +263,9 @@ class CoordinatorClient:
             except (ChannelError, DeadlineExceeded, CallRefused) as error:
                 failure = error
                 await self._hang_up()
+                if not (lost or told):
+                    told = True
+                    self._tell(f"{where} does not take us yet ({error}); it is called for {self._patience_s:g} s")
             if self.endures and not self._asking:
                 until_s = self.host.clock.elapsed() + self._patience_s
             elif self.host.clock.elapsed() + RETRY_S >= until_s:

@@ -1,7 +1,7 @@
 """Counts the kernels, FLOPs and bytes of the script's torch operations, for each kind of kernel.
 
 A kernel takes as long as the slower of its arithmetic and its memory traffic (the roofline, see
-`virtual.machines`). So each kernel is counted as compute-bound or memory-bound, by the machine's balance: with
+`virtual.hardware`). So each kernel is counted as compute-bound or memory-bound, by the machine's balance: with
 sums over both kinds, half of the work would hide behind the other half. FLOPs come from torch's own table.
 Bytes are those of all input and output tensors. Views and other operations that move no data are free, and so
 is the script's own Python.

@@ -15,12 +15,12 @@ GUARD_S = 60
 _RUN = """
 import asyncio
 import numpy as np
-from hcsim.cluster.coordinator import Coordinator, Policy, Worker
+from hcsim.cluster.coordinator import Coordinator, CoordinatorClient, CoordinatorPolicy
 from hcsim.collectives.group import Group
 from hcsim.collectives.select import Options
 from hcsim.config import Crash
 from hcsim.errors import CollectiveError, WorkerLost
-from hcsim.transport.rpc import Endpoint, Procedure, Registry, RemoteRef
+from hcsim.transport.rpc import Endpoint, Procedure, ProcedureRegistry, RemoteRef
 from hcsim.virtual.world import World
 from tests.switches import on_switch
 
@@ -31,7 +31,7 @@ async def lend(size: int) -> RemoteRef[np.ndarray]:
     return RemoteRef.lend(np.ones(size, np.float32))
 
 async def calls() -> float:
-    registry = Registry()
+    registry = ProcedureRegistry()
     registry.add(lend)
     listener = await world.host("east").listen("east:7")
     near = Endpoint(world.host("west"), await world.host("west").connect("east:7"))
@@ -58,9 +58,9 @@ async def work(worker):
             continue
 
 async def main():
-    coordinator = Coordinator(world.host("hub"), Policy(workers=4, least=2, heartbeat_s=0.1, silence_s=0.5))
+    coordinator = Coordinator(world.host("hub"), CoordinatorPolicy(workers=4, least=2, heartbeat_s=0.1, silence_s=0.5))
     coordinator.open(await world.host("hub").listen("hub:1"))
-    workers = await asyncio.gather(*(Worker.join(world.host(n), "hub:1", n, f"{n}:2") for n in NAMES[1:]))
+    workers = await asyncio.gather(*(CoordinatorClient.join(world.host(n), "hub:1", n, f"{n}:2") for n in NAMES[1:]))
     tasks = [worker.host.spawn(work(worker), name="work") for worker in workers]
     total = await calls()
     generations = await asyncio.gather(*(t for t, w in zip(tasks, workers) if w.name != "south"))

@@ -84,7 +84,7 @@ class Writer(StorageWriter):
     """Writes one step, for `torch.distributed.checkpoint.save`."""
 
     def __init__(self, folder: Path | str, step: int, aliases: Mapping[str, str] | None = None) -> None:
-        if step < 0:
+        if not isinstance(step, int) or step < 0:
             raise CheckpointError(f"steps are counted from 0, and this is {step}")
         self._folder, self._step, self._aliases = Path(folder), step, dict(aliases or {})
 

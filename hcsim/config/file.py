@@ -48,7 +48,7 @@ def load_scenario(where: Scenario | str | Path) -> Scenario:
         hint = did_you_mean(str(where), shipped)
         raise ConfigError(f"{where}: no such file{hint}; shipped scenarios: {', '.join(shipped)}") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read: {error}") from None
+        raise ConfigError(f"{path}: cannot be read: {getattr(error, 'strerror', error)}") from None
 
 
 def parse_scenario(text: str, source: str, folder: Path | None = None) -> Scenario:

@@ -132,7 +132,7 @@ def test_a_shell_completes_names(words: str, offered: str) -> None:
         ("compressors", "topk:RATIO +the largest elements"),
         ("algorithms", "broadcast +auto, ring, tree, centralized"),
         ("tasks", "gpt2 +Only the shapes"),
-        ("faults", "crash +The node is gone"),
+        ("faults", "crash +The node stops"),
         ("settings", r"training\.bucket +25 MiB +Gradients are exchanged in buckets"),
     ],
 )

@@ -298,6 +298,7 @@ def hcsim(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_the_command_prints_a_report_that_programs_read(tmp_path: Path) -> None:
     ended = hcsim("doctor", "--json", "--device", "cpu", "--look", "0.3 s", folder=tmp_path)
     read = msgspec.json.decode(ended.stdout, type=HealthReport)
@@ -306,6 +307,7 @@ def test_the_command_prints_a_report_that_programs_read(tmp_path: Path) -> None:
     assert {"system", "python", "network", "multicast", "device cpu"} <= checks
 
 
+@pytest.mark.slow
 def test_bad_input_is_told_in_a_line(tmp_path: Path) -> None:
     for words in (("--device", "tpu"), ("--hosts", "-oProxyCommand=x"), ("--look", "soon")):
         ended = hcsim("doctor", *words, folder=tmp_path)

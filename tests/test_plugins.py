@@ -188,6 +188,7 @@ def test_a_mistake_in_a_plugins_name_is_told_in_a_line(old: str, new: str, compl
     assert "Traceback" not in ended.stderr
 
 
+@pytest.mark.slow
 def test_a_process_that_is_no_generator_is_refused(tmp_path: Path) -> None:
     (tmp_path / "plain.py").write_text("def walk(world):\n    return 3\n")
     ended = hcsim("run", str(street(tmp_path, HOME.replace("neighbourhood.py:evening_backup", "plain.py:walk"))))
@@ -195,6 +196,7 @@ def test_a_process_that_is_no_generator_is_refused(tmp_path: Path) -> None:
     assert "Traceback" not in ended.stderr
 
 
+@pytest.mark.slow
 def test_a_plugin_of_a_command_is_known_in_it() -> None:
     plugins = ["--plugin", str(EXAMPLES / "gossip.py"), "--plugin", str(EXAMPLES / "int4.py")]
     words = ["run", "two-macs-wifi", *plugins, "--task", "digits", "--strategy", "gossip:0.3", "--steps", "4"]
@@ -218,6 +220,7 @@ register_strategy("everyone", Everyone)
 """
 
 
+@pytest.mark.slow
 def test_a_strategy_of_a_plugin_trains_a_cluster_whose_members_come_and_go(tmp_path: Path) -> None:
     (tmp_path / "everyone.py").write_text(EVERYONE)
     plugin = ["--plugin", str(tmp_path / "everyone.py")]
@@ -249,6 +252,7 @@ steps = 2
 """
 
 
+@pytest.mark.slow
 def test_a_sweep_has_plugins_in_all_its_processes_and_runs_cells_again_when_they_change(tmp_path: Path) -> None:
     street(tmp_path)
     (tmp_path / "mine.toml").write_text(SWEEP)

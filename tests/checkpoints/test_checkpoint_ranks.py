@@ -58,6 +58,7 @@ def interrupted(kind: str, folder: str, mine: bool) -> None:
     same(tensors(again, fresh), tensors(ours, optimizer))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "size", "mine"), [("sharded", 3, False), ("replicated", 2, True)])
 def test_training_goes_on_to_the_same_bits(ranks: Ranks, tmp_path: Path, kind: str, size: int, mine: bool) -> None:
     ranks.run(interrupted, kind, str(tmp_path), mine, size=size)

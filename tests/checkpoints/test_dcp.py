@@ -71,6 +71,7 @@ def load_sharded(folder: str, step: int) -> dict[str, Tensor]:
     return whole(*again)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["hcsim", "gloo"])
 def test_what_fully_shard_divides_is_loaded_by_any_number_of_ranks(ranks: Ranks, tmp_path: Path, backend: str) -> None:
     saved = ranks.run(save_sharded, str(tmp_path), size=3, backend=backend)[0]

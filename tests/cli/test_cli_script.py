@@ -57,6 +57,7 @@ def test_every_line_says_whose_it_is_and_the_end_says_how_it_went(script: Path, 
     assert "hcsim_collectives_total" in metrics.read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("ranks_at_hand")
 def test_a_script_that_fails_shows_its_own_traceback_and_a_status(script: Path) -> None:
     result = hcsim("run", str(script), "--scenario", "four-macs-1gbe", "--", "fail")

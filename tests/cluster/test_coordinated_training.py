@@ -81,6 +81,7 @@ def test_a_member_leaves_after_its_step_and_the_coordinator_stays_for_the_others
     assert any(f"({leaver} left)" in what for what in told)
 
 
+@pytest.mark.slow
 def test_a_parameter_server_goes_on_with_a_member_that_comes_back():
     outcome, _ = run(
         home(Crash(Seconds(3), "b"), Restart(Seconds(8), "b"), steps=300, strategy="parameter_server:async")
@@ -219,6 +220,7 @@ def test_real_machines_train_through_a_coordinator_and_end_as_simulated_ones(tmp
     assert {report.sha256 for report in reports} == {report.sha256 for report in virtual}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("remembers", [True, False])
 def test_a_real_coordinator_that_starts_again_is_found_again(tmp_path, remembers):
     async def main() -> tuple[list[Report], list[str]]:
@@ -243,6 +245,7 @@ def test_a_real_coordinator_that_starts_again_is_found_again(tmp_path, remembers
     assert any("view 2" in what and "training goes on after step" in what for what in told)
 
 
+@pytest.mark.slow
 def test_a_real_member_that_is_lost_is_missed_and_the_other_goes_on(tmp_path):
     async def main() -> tuple[Report, list[str]]:
         scene = Scene(tmp_path, 1000)
@@ -262,6 +265,7 @@ def test_a_real_member_that_is_lost_is_missed_and_the_other_goes_on(tmp_path):
     assert any(what.startswith("a: view 2: a (") for what in told)
 
 
+@pytest.mark.slow
 def test_a_real_coordinator_takes_no_member_of_another_cluster(tmp_path):
     async def main() -> str:
         scene = Scene(tmp_path, 20)
@@ -277,4 +281,4 @@ def test_a_real_coordinator_takes_no_member_of_another_cluster(tmp_path):
                 await ended(serving)
         return ""
 
-    assert "coordinator" in asyncio.run(main())
+    assert "our authority did not sign its certificate" in asyncio.run(main())

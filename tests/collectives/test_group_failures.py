@@ -75,6 +75,7 @@ def test_a_timeout_before_ones_turn_names_whom_those_before_wait_for(virtual, qu
     assert error.phase in str(error)
 
 
+@pytest.mark.slow
 def test_a_timeout_before_ones_turn_names_whom_nobody_has_reached(cluster):
     """And nobody who is there, though a link to it was the first to be opened."""
 

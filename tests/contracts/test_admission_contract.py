@@ -226,6 +226,7 @@ def test_who_only_claims_to_be_a_known_member_has_a_few_places_and_no_more(arena
     arena.run(body)
 
 
+@pytest.mark.slow
 def test_guessing_gets_slower_and_a_known_member_on_the_same_machine_does_not_suffer(arena: Arena) -> None:
     async def body(left: Any, right: Any) -> None:
         listener = await listening(arena, right, member("right"))

@@ -303,6 +303,7 @@ def test_a_path_that_is_not_ours_is_refused_at_once() -> None:
     between(body)
 
 
+@pytest.mark.slow
 def test_a_proxy_whose_server_is_not_up_yet_is_asked_again() -> None:
     async def body(left: RealHost, right: RealHost) -> None:
         asked = 0

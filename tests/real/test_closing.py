@@ -268,6 +268,7 @@ def test_what_a_task_opens_while_its_host_closes_is_closed_too(monkeypatch):
         socket.create_connection((name, int(port)))
 
 
+@pytest.mark.slow
 def test_when_a_deadline_cuts_links_all_ranks_are_told_of_the_deadline(addresses):
     peers = addresses(3)
 

@@ -107,6 +107,7 @@ async def scraped(address: str) -> str:
         return await response.text()
 
 
+@pytest.mark.slow
 def test_idle_connections_to_the_metrics_port_are_bounded_and_a_scrape_gets_through() -> None:
     async def body() -> None:
         with few_descriptors():
@@ -167,6 +168,7 @@ def test_malformed_http_gets_one_line_and_no_traceback(where: str, caplog: pytes
     assert all(record.exc_info is None and "\x1b" not in record.getMessage() for record in caplog.records)
 
 
+@pytest.mark.slow
 def test_idle_connections_to_a_websocket_port_are_bounded_and_a_member_gets_through() -> None:
     async def body() -> None:
         with few_descriptors():
@@ -239,6 +241,7 @@ def test_strangers_in_their_tls_handshake_are_bounded_and_a_member_gets_through(
     besieged(body)
 
 
+@pytest.mark.slow
 def test_a_silent_caller_costs_the_coordinator_little_memory_and_is_bounded() -> None:
     async def body() -> None:
         async with RealHost(RealOptions("host", shared_memory=False)) as host:

@@ -38,6 +38,7 @@ def read(here: Process) -> Reports:
     return msgspec.json.decode(text[text.index("{") :], type=Reports)
 
 
+@pytest.mark.slow
 def test_two_machines_are_examined_and_one_that_drops_multicast_is_found(ab: tuple[Together, SecureShell]) -> None:
     cluster, shell = ab
     healthy = examine(cluster, shell, "b")
@@ -55,6 +56,7 @@ def test_two_machines_are_examined_and_one_that_drops_multicast_is_found(ab: tup
     assert wrong == {"here does not hear b", "b does not hear here"}
 
 
+@pytest.mark.slow
 def test_a_machine_that_ssh_does_not_reach_is_named(ab: tuple[Together, SecureShell]) -> None:
     cluster, shell = ab
     shell.servers["b"].kill()

@@ -219,6 +219,7 @@ def test_a_door_of_another_user_is_passed_by() -> None:
     run(body())
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="knows Linux's names")
 @pytest.mark.parametrize(("answer", "timeout_s"), [(None, 20.0), (None, 0.9), (b"?", 20.0), (b"", 20.0)])
 def test_where_nobody_takes_the_memory_it_is_tcp(answer: bytes | None, timeout_s: float) -> None:
@@ -241,6 +242,7 @@ def test_where_nobody_takes_the_memory_it_is_tcp(answer: bytes | None, timeout_s
     assert no_memory_left()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="knows Linux's names")
 def test_a_process_that_is_busy_for_a_moment_takes_the_memory_all_the_same() -> None:
     async def body() -> None:

@@ -216,6 +216,7 @@ BETWEEN = """if True:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="knows Linux's names")
 def test_a_process_that_gets_between_two_and_keeps_the_memory_is_found_out() -> None:
     """It passes everything on, so TLS itself finds nothing wrong; but it is not the process it would have to be."""

@@ -168,6 +168,7 @@ def test_a_client_of_a_foreign_authority_is_refused(authority: Authority, tmp_pa
     between(foreign, secure(authority, "right"), body)
 
 
+@pytest.mark.slow
 def test_a_plaintext_client_is_dropped_by_a_tls_port_and_holds_nobody_up(authority: Authority) -> None:
     async def body(left: RealHost, right: RealHost) -> None:
         loop = asyncio.get_running_loop()
@@ -199,6 +200,7 @@ def test_a_plaintext_client_is_dropped_by_a_tls_port_and_holds_nobody_up(authori
     between(secure(authority, "left"), secure(authority, "right", handshake_timeout_s=2.0), body)
 
 
+@pytest.mark.slow
 def test_a_tls_client_gives_up_on_a_plaintext_server(authority: Authority) -> None:
     async def body(left: RealHost, right: RealHost) -> None:
         listener = await right.listen("127.0.0.1:0")
@@ -345,6 +347,7 @@ def test_an_address_where_no_handshake_is_answered_holds_up_none_of_the_others(
     between(RealOptions("left", tls=tls, shared_memory=False), RealOptions("right", tls=tls), body)
 
 
+@pytest.mark.slow
 def test_an_address_that_answers_late_is_asked_again_while_another_keeps_silent(
     monkeypatch: pytest.MonkeyPatch, addresses: Callable[[int], list[str]]
 ) -> None:
@@ -491,6 +494,7 @@ def test_a_real_host_does_not_load_torch() -> None:
     assert subprocess.run([sys.executable, "-c", check], timeout=240, check=False).returncode == 0
 
 
+@pytest.mark.slow
 def test_services_come_into_view_change_and_leave() -> None:
     name = f"hcsim-test-{os.getpid()}"  # there may be others on this machine
 

@@ -403,6 +403,7 @@ def test_a_plaintext_client_at_a_tls_port_is_told_at_both_ends() -> None:
     between(RealOptions("left"), member(RIGHT), body)
 
 
+@pytest.mark.slow
 def test_a_tls_client_at_a_plaintext_port_is_told_at_both_ends() -> None:
     async def body(left: RealHost, right: RealHost, refused: Refusals) -> None:
         listener = await right.listen("127.0.0.1:0")
@@ -486,6 +487,7 @@ def test_only_distrust_ends_the_attempts_to_connect(reason: str, is_final: bool)
     assert is_distrust(error) is is_final
 
 
+@pytest.mark.slow
 def test_who_waits_for_a_rank_of_another_authority_is_told_of_it(addresses: Callable[[int], list[str]]) -> None:
     peers, wire = addresses(2), Wire(connect_timeout_s=2.0)
 

@@ -135,6 +135,7 @@ def test_no_default_secret() -> None:
         Credentials(NodeKey(bytes(32)))  # type: ignore[call-arg]
 
 
+@pytest.mark.slow
 def test_tls_half_wired(addresses: Callable[[int], list[str]]) -> None:
     """With TLS every connection of a group is TLS, on both ends: a rank without it takes no part."""
     peers = tuple(addresses(3))

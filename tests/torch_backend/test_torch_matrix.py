@@ -22,6 +22,7 @@ def test_what_works_with_gloo_works_with_hcsim(found: dict[str, Found]) -> None:
     assert set(worse) <= REFUSED_BY_TORCH, worse
 
 
+@pytest.mark.slow
 def test_the_readme_has_the_table(found: dict[str, Found]) -> None:
     assert shown() == table(found), "python -m tests.torch_backend.matrix writes the table into docs/reference/torch.md"
 

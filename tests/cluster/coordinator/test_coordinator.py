@@ -134,6 +134,7 @@ def test_one_that_was_too_busy_for_a_generation_is_in_the_next(staged):
     staged(NAMES[:4], body)
 
 
+@pytest.mark.slow
 def test_who_waits_for_a_generation_does_not_end_that_of_those_who_work(staged):
     async def body(stage):
         coordinator, (busy, *others), second = await one_left_behind(stage, quick(3, form_s=0.3))

@@ -103,7 +103,8 @@ async def _say(address: str, data: bytes) -> bytes:
             with suppress(TimeoutError):
                 async with asyncio.timeout(ANSWER_S):  # a server need not answer who has hung up
                     answer = await reader.read(1 << 16)
-            writer.write_eof()
+            with suppress(OSError):  # the server has hung up before
+                writer.write_eof()
             while piece := await reader.read(1 << 16):
                 answer = answer or piece
         finally:

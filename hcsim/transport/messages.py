@@ -71,9 +71,15 @@ class Schema(Generic[M]):
 def expect(message: object, kind: type[K], peer: str) -> K:
     """Return the message. Raises `RemoteProtocolError` if it is not of the expected kind."""
     if not isinstance(message, kind):
-        said, due = type(message).__name__.lower(), kind.__name__.lower()
+        said, due = _name(type(message)), _name(kind)
         raise RemoteProtocolError(f"{peer} sent the message {said!r} where {due!r} was due", peer)
     return message
+
+
+def _name(kind: type[object]) -> str:
+    """Return the name of a kind of message on the wire."""
+    tag = getattr(getattr(kind, "__struct_config__", None), "tag", None)
+    return str(tag or kind.__name__).lower()
 
 
 def _allocated(header: Header) -> None:

@@ -96,6 +96,7 @@ def test_a_coordinator_that_crashed_with_its_host_takes_the_members_in_again():
     assert "b: view 2: a, b, c (the coordinator has started anew)" in told
 
 
+@pytest.mark.slow
 def test_a_member_that_is_alive_and_cannot_be_worked_with_is_left_out_and_let_in_again():
     blocked = BlockedPort(Seconds(1), "b", port="gradient", how="silent", duration_s=PositiveSeconds(6))
     outcome, told = run(home(blocked, steps=600))

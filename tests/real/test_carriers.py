@@ -160,6 +160,7 @@ def test_a_stranger_with_a_certificate_of_its_own_is_not_let_in(
     between(body, RealOptions("stranger", tls=foreign), secure(authority, "right"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("address", SECURE)
 def test_to_know_the_authority_does_not_make_a_member(authority: EcAuthority, address: str, tmp_path: Path) -> None:
     """It trusts our authority, but its own certificate is from another: the server must notice."""

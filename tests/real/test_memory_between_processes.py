@@ -307,6 +307,7 @@ def knocking(listener: Listener) -> Iterator[socket.socket]:
         yield sock
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="knows Linux's names and seals")
 @pytest.mark.parametrize(
     ("greeting", "memory"),

@@ -297,6 +297,7 @@ def test_ipv6_addresses_work() -> None:
     between(RealOptions("left"), RealOptions("right"), body)
 
 
+@pytest.mark.slow
 def test_an_address_that_swallows_calls_holds_up_none_of_the_others(addresses) -> None:
     """Though it is the last one, where the first answers only later."""
     port = int(addresses(1)[0].rpartition(":")[2])
@@ -430,6 +431,7 @@ def test_attempts_at_several_addresses_leave_nothing_behind(authority: Authority
     between(secure(authority, "left"), secure(authority, "right"), body)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("addresses_tried", ["127.0.0.1|127.0.0.2", "127.0.0.2|127.0.0.1"])
 def test_a_certificate_that_is_not_trusted_is_told_whatever_the_other_addresses_say(
     authority: Authority, tmp_path: Path, addresses_tried: str

@@ -152,6 +152,7 @@ def stay_away() -> tuple[str, str] | None:
         dist.distributed_c10d._get_default_store().set("given up", "yes")
 
 
+@pytest.mark.slow
 def test_a_call_that_takes_too_long_names_who_is_waited_for(ranks: Ranks) -> None:
     first, away, second = ranks.run(stay_away, size=3)
     assert away is None

@@ -694,6 +694,7 @@ def test_garbage_from_a_real_socket_is_dropped_and_members_still_connect(what):
     asyncio.run(bounded())
 
 
+@pytest.mark.slow
 def test_a_name_that_nobody_knows_is_told_as_the_reason(monkeypatch, addresses) -> None:
     known = socket.getaddrinfo
 
@@ -772,6 +773,7 @@ _OTHER_VERSION = bytearray(encode_header(Header(0, Kind.HELLO)))
 _OTHER_VERSION[2] += 1
 
 
+@pytest.mark.slow
 def test_a_caller_of_another_version_is_named_to_who_waits_for_it(addresses):
     async def main() -> tuple[list[str], str]:
         told: list[str] = []

@@ -194,6 +194,7 @@ def test_a_second_worker_under_a_living_ones_name_is_refused(staged):
     staged(NAMES, body)
 
 
+@pytest.mark.slow
 def test_healthy_workers_are_not_evicted_while_they_do_nothing(staged):
     async def body(stage):
         coordinator = await stage.coordinator(quick(2))

@@ -62,7 +62,7 @@ _HOMES = {
     "simulate": "launch.virtual",
     "simulate_cluster": "launch.virtual_cluster",
     "simulate_training": "launch.virtual",
-    "train": "training.strategies",
+    "train": "training.trainer",
 }
 
 

@@ -15,7 +15,6 @@ import secrets
 import shlex
 import shutil
 import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -31,7 +30,8 @@ from hcsim.config import CATALOGUE, Cluster
 from hcsim.errors import HcsimError
 from hcsim.real.hardware import best_torch_device, this_chip, training_step_error
 from hcsim.real.host import RealHost, RealOptions
-from hcsim.real.interfaces import host_name, list_interfaces, reachable_at
+from hcsim.real.interfaces import host_name, list_interfaces, output_of, reachable_at
+from hcsim.real.ssh import NOT_FOUND, SSH, SSH_FAILED
 from hcsim.runtime.host import Interface, Lan, Medium, Service
 
 CheckState = Literal["good", "warning", "bad", "skipped"]
@@ -125,30 +125,21 @@ class ThisSystem:
     platform = sys.platform
 
     def output(self, *command: str) -> str:
-        """See `System`."""
-        try:
-            return subprocess.run(command, capture_output=True, text=True, timeout=5, check=True).stdout
-        except (OSError, subprocess.SubprocessError):
-            return ""
+        return output_of(*command)
 
     def interfaces(self) -> tuple[Interface, ...]:
-        """See `System`."""
         return list_interfaces()
 
     def has_module(self, name: str) -> bool:
-        """See `System`."""
         return find_spec(name) is not None
 
     def descriptors(self) -> tuple[int, int]:
-        """See `System`."""
         return resource.getrlimit(resource.RLIMIT_NOFILE)
 
     def temporary_folder(self) -> str:
-        """See `System`."""
         return tempfile.gettempdir()
 
     def bind(self, host: str, port: int) -> str:
-        """See `System`."""
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         with socket.socket(family, socket.SOCK_STREAM) as tried:
             tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -416,18 +407,20 @@ async def examine(
 
 # Other machines, through ssh.
 
-SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10")
 Ask = Callable[[str], Coroutine[Any, Any, tuple[int, str]]]
 """Run `hcsim doctor --json` at a host: its exit status and its output."""
 
 
 async def ask_by_ssh(host: str, program: str, look: str) -> tuple[int, str]:
-    """See `Ask`."""
     process = await asyncio.create_subprocess_exec(
         *SSH, host, shlex.join((program, "doctor", "--json", "--look", look)),
         stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
     )  # fmt: skip
-    output, _ = await process.communicate()
+    try:
+        output, _ = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.kill()
     return process.returncode or 0, output.decode(errors="replace")
 
 
@@ -454,13 +447,13 @@ async def examine_host(
     except TimeoutError:
         return None, [CheckResult(host, "bad", f"did not answer within {wait_s:g} s", f"ssh {host} hcsim doctor")]
     last = (output.strip().splitlines() or ["nothing was said"])[-1][:200]
-    if status == 255:
+    if status == SSH_FAILED:
         return None, [CheckResult(host, "bad", f"ssh failed: {last}", _ssh_remedy(host, output, system))]
-    if status == 127:
+    if status == NOT_FOUND:
         remedy = "put hcsim on the PATH of a shell that is not interactive (~/.zshenv), or name it with --program"
         return None, [CheckResult(host, "bad", "hcsim was not found there", remedy)]
     try:
-        report = msgspec.json.decode(output[output.index("{") :], type=HealthReport)
+        report = msgspec.json.decode(output[output.index("{") : output.rindex("}") + 1], type=HealthReport)
     except (ValueError, msgspec.MsgspecError):
         return None, [CheckResult(host, "bad", f"gave no report: {last}", f"ssh {host} hcsim --version")]
     # Its clock was read between our question and its answer.

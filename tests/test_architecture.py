@@ -16,6 +16,8 @@ from pathlib import Path
 
 import pytest
 
+import hcsim
+
 HCSIM = Path(__file__).parent.parent / "hcsim"
 COMPONENTS = ("transport", "collectives", "compressors", "identity", "cluster", "training")
 """Folders; those that do not exist yet have no files to check."""
@@ -366,3 +368,8 @@ def test_imports_in_functions_and_for_types_count(tmp_path: Path) -> None:
     (package / "cellar.py").write_text("def down():\n    from house import attic\n")
     (package / "attic.py").write_text("if TYPE_CHECKING:\n    from house.cellar import Wine\n")
     assert circles(import_graph(package)) == [["house.attic", "house.cellar"]]
+
+
+@pytest.mark.parametrize("name", hcsim.__all__)
+def test_every_public_name_is_there(name: str) -> None:
+    assert getattr(hcsim, name) is not None

@@ -292,9 +292,9 @@ class Saver:
         if self._step is not None:
             whole = [*dict.fromkeys([*whole, self._step])]
         self._whole = whole = whole[-self._keep :]
-        self._step, self._again = step, taken.part.again
         pruned = min(whole) if len(whole) == self._keep else 0
         parts = self._exchanged(*taken.packed()) if self._copies > 1 else None
+        self._step, self._again = step, taken.part.again
         self._writing = threading.Thread(target=self._write, args=(taken, parts, pruned, replaced), name="checkpoint")
         self._writing.start()
 

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from hcsim.cli import screen
 from hcsim.cli.settings import seconds
-from hcsim.doctor import CheckResult, HealthReport, ThisSystem, ask_by_ssh, compare, examine, examine_host
+from hcsim.doctor import LOOK_S, CheckResult, HealthReport, ThisSystem, ask_by_ssh, compare, examine, examine_host
 from hcsim.errors import ConfigError
 from hcsim.real.hardware import check_torch_device
 
@@ -26,18 +26,17 @@ _COLOURS = {"good": "green", "warning": "yellow", "bad": "bold red", "skipped": 
 def doctor(hosts: Sequence[str], device: str, look: str | None, program: str, *, as_json: bool) -> bool:
     """Examine this machine and, through ssh, others; return whether nothing is bad."""
     check_torch_device(device)
-    look = look or (_LOOK_WITH_OTHERS if hosts else "3 s")
+    look = look or (_LOOK_WITH_OTHERS if hosts else f"{LOOK_S:g} s")
     for host in hosts:
         if not host or host.startswith("-"):
             raise ConfigError(f"--hosts: {host!r} is not the name of a host")
     reports, between = asyncio.run(_examine_all(hosts, device, look, program))
-    findings = [*between, *(finding for report in reports.values() for finding in report.findings)]
     if as_json:
         data = {"machines": reports, "between": between} if hosts else reports["here"]
         sys.stdout.write(msgspec.json.format(msgspec.json.encode(data)).decode() + "\n")
     else:
         _show(reports, between)
-    return all(finding.state != "bad" for finding in findings)
+    return all(report.healthy for report in reports.values()) and all(each.state != "bad" for each in between)
 
 
 async def _examine_all(

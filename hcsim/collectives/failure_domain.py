@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from hcsim.collectives.buffers import ScratchPool
-from hcsim.collectives.mismatch import Agreement, watch
+from hcsim.collectives.mismatch import MismatchDetector, watch
 from hcsim.collectives.operation import POINT_TO_POINT, RECEIVING, Operation, OperationId, OperationMetrics
 from hcsim.errors import ChannelError, CollectiveError, CollectiveTimeout, HcsimError, RemoteProtocolError
 from hcsim.runtime.frame import Header, Kind
@@ -47,7 +47,7 @@ class FailureDomain:
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
         self.scratch = ScratchPool()
-        self.agreement = Agreement(mesh.us.rank)
+        self.mismatches = MismatchDetector(mesh.us.rank)
         self.metrics = OperationMetrics(mesh.host)
         self.error: HcsimError | None = None
         self.waited_for: int | None = None
@@ -87,7 +87,7 @@ class FailureDomain:
                 return
         self._expected = range(0)
         if self.error is None:
-            self._watching = mesh.host.spawn(watch(mesh, self.agreement, every_s), name="watch over operations")
+            self._watching = mesh.host.spawn(watch(mesh, self.mismatches, every_s), name="watch over operations")
 
     # The end.
 
@@ -207,7 +207,7 @@ class FailureDomain:
         self.fail(CollectiveError(_GAVE_UP.format(messenger) + reason, peer=peer, phase=TOLD))
 
     def _look_at(self, link: Link, header: Header) -> None:
-        trouble = self.agreement.objection(link.peer_rank, header)
+        trouble = self.mismatches.objection(link.peer_rank, header)
         if trouble is not None:
             self.fail(trouble)
 

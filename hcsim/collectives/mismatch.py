@@ -42,7 +42,7 @@ def _name_of(signature: int) -> str:
     return _OPERATIONS[number] if number < len(_OPERATIONS) else "unknown operation"
 
 
-class Agreement:
+class MismatchDetector:
     """The collectives of all groups of one mesh: those in flight here, and those begun first by other ranks."""
 
     def __init__(self, us: int) -> None:
@@ -101,16 +101,16 @@ class Agreement:
         return trouble
 
 
-async def watch(mesh: Mesh, agreement: Agreement, every_s: float) -> None:
+async def watch(mesh: Mesh, detector: MismatchDetector, every_s: float) -> None:
     """Report operations that outlast one interval, once each, until cancelled."""
     before: list[OperationId] = []
     reported: list[OperationId] = []
     while True:
         await mesh.host.clock.sleep(every_s)
-        oldest = agreement.oldest()
+        oldest = detector.oldest()
         late = [identity for identity in oldest if identity in before]
         for identity in late:
-            lowest = agreement.lowest[identity.group]
+            lowest = detector.lowest[identity.group]
             if identity not in reported and lowest != mesh.us.rank:
                 mesh.host.spawn(_report(mesh, lowest, identity), name=f"tell rank {lowest} of {identity}")
         before, reported = oldest, late

@@ -31,10 +31,10 @@ _CHUNK_BYTES = 2**20
 _DEAD = 1e30
 """The cost of a link without bandwidth. It is finite, so that two of them cost more than one."""
 
-BandwidthMatrix: TypeAlias = Sequence[Sequence[float]]
+LinkMatrix: TypeAlias = Sequence[Sequence[float]]
 
 
-def ring_order(bandwidth: BandwidthMatrix, latency: BandwidthMatrix | None = None) -> tuple[int, ...]:
+def ring_order(bandwidth: LinkMatrix, latency: LinkMatrix | None = None) -> tuple[int, ...]:
     """Return the best ring order over these links (row: sender, column: receiver), starting with rank 0."""
     n = len(bandwidth)
     if n == 0 or any(len(row) != n for row in (*bandwidth, *(latency or bandwidth))) or len(latency or bandwidth) != n:
@@ -61,7 +61,7 @@ def order_over(links: Links) -> tuple[int, ...]:
     return ring_order(level, chunk_s)
 
 
-def _exact(bandwidth: BandwidthMatrix, cost: BandwidthMatrix) -> tuple[int, ...]:
+def _exact(bandwidth: LinkMatrix, cost: LinkMatrix) -> tuple[int, ...]:
     n = len(bandwidth)
     speeds = sorted({bandwidth[i][j] for i in range(n) for j in range(n) if i != j})
     low, high = 0, len(speeds) - 1
@@ -74,7 +74,7 @@ def _exact(bandwidth: BandwidthMatrix, cost: BandwidthMatrix) -> tuple[int, ...]
     return _cheapest_cycle(bandwidth, speeds[low], cost)
 
 
-def _has_cycle(bandwidth: BandwidthMatrix, slowest: float) -> bool:
+def _has_cycle(bandwidth: LinkMatrix, slowest: float) -> bool:
     """Return whether a ring exists over links of at least this speed. Sets of ranks are bit masks."""
     n = len(bandwidth)
     into = [sum(1 << i for i in range(n) if i != j and bandwidth[i][j] >= slowest) for j in range(n)]
@@ -88,7 +88,7 @@ def _has_cycle(bandwidth: BandwidthMatrix, slowest: float) -> bool:
     return bool(ends[-1] & into[0])
 
 
-def _cheapest_cycle(bandwidth: BandwidthMatrix, slowest: float, cost: BandwidthMatrix) -> tuple[int, ...]:
+def _cheapest_cycle(bandwidth: LinkMatrix, slowest: float, cost: LinkMatrix) -> tuple[int, ...]:
     n = len(bandwidth)
     best: list[dict[int, tuple[float, int]]] = [{} for _ in range(1 << n)]  # by set, then end: cost, rank before
     best[1][0] = (0.0, 0)
@@ -109,7 +109,7 @@ def _cheapest_cycle(bandwidth: BandwidthMatrix, slowest: float, cost: BandwidthM
     return (0, *reversed(backwards))
 
 
-def _inserted(bandwidth: BandwidthMatrix, cost: BandwidthMatrix) -> tuple[int, ...]:
+def _inserted(bandwidth: LinkMatrix, cost: LinkMatrix) -> tuple[int, ...]:
     n = len(bandwidth)
     ring = [0]
     for rank in range(1, n):
@@ -128,7 +128,7 @@ def _inserted(bandwidth: BandwidthMatrix, cost: BandwidthMatrix) -> tuple[int, .
     return tuple(ring)
 
 
-def _with(ring: list[int], path: list[int], bandwidth: BandwidthMatrix, cost: BandwidthMatrix) -> list[int]:
+def _with(ring: list[int], path: list[int], bandwidth: LinkMatrix, cost: LinkMatrix) -> list[int]:
     """Insert some ranks into the ring at the best position; rank 0 stays first."""
     speeds = [bandwidth[a][b] for a, b in zip(ring, [*ring[1:], ring[0]], strict=True)]
     slowest, second = sorted([*speeds, inf])[:2]
@@ -145,6 +145,6 @@ def _with(ring: list[int], path: list[int], bandwidth: BandwidthMatrix, cost: Ba
     return [*ring[: place + 1], *path, *ring[place + 1 :]]
 
 
-def _quality(ring: list[int], bandwidth: BandwidthMatrix, cost: BandwidthMatrix) -> tuple[float, float]:
+def _quality(ring: list[int], bandwidth: LinkMatrix, cost: LinkMatrix) -> tuple[float, float]:
     links = list(zip(ring, [*ring[1:], ring[0]], strict=True))
     return min(bandwidth[a][b] for a, b in links), -sum(cost[a][b] for a, b in links)

@@ -84,7 +84,7 @@ class Scheduler:
         self._group = group
         self._us = domain.mesh.us
         self._rank = members.index(self._us.rank)
-        domain.agreement.lowest[group] = min(members)
+        domain.mismatches.lowest[group] = min(members)
         self._numbers: dict[tuple[str, int, int], int] = {}
         """The next operation number, by kind, peer, and bucket or tag."""
         self._schedules: dict[object, tuple[Schedule, int]] = {}
@@ -128,7 +128,7 @@ class Scheduler:
         if not 0 <= bucket < 1 << BUCKET_BITS:
             raise UsageError(f"a bucket is a number from 0 to {(1 << BUCKET_BITS) - 1}, not {bucket}")
         identity = OperationId(request.operation, us.rank, us.epoch, self._group, number, bucket, signature)
-        trouble = domain.agreement.begin(identity)
+        trouble = domain.mismatches.begin(identity)
         if trouble is not None:  # others do something else in its place
             domain.fail(trouble)
         operation = Operation(identity, steps, buffer, domain)
@@ -198,7 +198,7 @@ class Scheduler:
                 self._domain.fail(_cancelled(operation))
         if operation.queue is not None:
             operation.queue.remove(operation)  # now: it holds what the caller may want to free
-            self._domain.agreement.end(operation.id)
+            self._domain.mismatches.end(operation.id)
 
     async def _run(
         self, operation: Operation, result: Callable[[], T], timeout_s: float, message: MessageRequest | None

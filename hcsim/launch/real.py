@@ -108,7 +108,7 @@ async def serve_coordinator(
     state: Path | None = None,
     member: tuple[Path, str] | None = None,
 ) -> None:
-    """Be the place where workers meet, until cancelled; `tell` hears what happens.
+    """Run a coordinator until cancelled; `tell` is called for every status message.
 
     With a `member` (the home of this machine's key, and a cluster) the workers are members of that cluster."""
     from hcsim.cluster.coordinator import Coordinator
@@ -117,7 +117,8 @@ async def serve_coordinator(
     proved = None if member is None else beside_a_node(load_credentials(*member, host_name()))
     secured = tls if proved is None else ClusterTls(proved.key, proved.secret)
     options = RealOptions("coordinator", seed=secrets.randbits(64), tls=secured, insecure=insecure, state=state)
-    async with RealHost(options) as host:
+    once = LogDeduplicator(tell)
+    async with RealHost(options, on_refused=lambda error: once(f"a call was not taken: {error}")) as host:
         inside = host if proved is None else admitted(host, proved, tell)
         coordinator = Coordinator(inside, policy, note=tell)
         listener = await inside.listen(listen)

@@ -7,7 +7,6 @@ import fcntl
 import os
 import platform
 import re
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -21,6 +20,7 @@ import numpy as np
 
 from hcsim.errors import ConfigError
 from hcsim.files import write_whole
+from hcsim.real.interfaces import output_of
 from hcsim.runtime.clock import Limit
 from hcsim.runtime.host import Chip, Work
 from hcsim.units import did_you_mean
@@ -32,7 +32,7 @@ def this_chip() -> Chip:
     """Return the chip and memory of this machine: the architecture if the chip's name is unknown, None for unknown
     memory."""
     if sys.platform == "darwin":
-        found = parse_sysctl(_output_of(_SYSCTL))
+        found = parse_sysctl(output_of(*_SYSCTL))
     else:
         found = parse_proc(_text_of(Path("/proc/cpuinfo")), _text_of(Path("/proc/meminfo")))
     return found if found.name else Chip(platform.machine() or "unknown", found.memory_bytes)
@@ -56,13 +56,6 @@ def _text_of(file: Path) -> str:
     try:
         return file.read_text(encoding="utf-8", errors="replace")
     except OSError:
-        return ""
-
-
-def _output_of(command: tuple[str, ...]) -> str:
-    try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=5, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
         return ""
 
 

@@ -35,8 +35,8 @@ _BASE = re.compile(r"(?P<number>[\d.]+)(?P<giga>G)?base", re.IGNORECASE)
 def list_interfaces() -> tuple[Interface, ...]:
     """Return this machine's usable interfaces that have an address."""
     macos = sys.platform == "darwin"
-    ports = parse_hardware_ports(_output_of("networksetup", "-listallhardwareports")) if macos else {}
-    media = parse_media(_output_of("ifconfig", "-a")) if macos else {}
+    ports = parse_hardware_ports(output_of("networksetup", "-listallhardwareports")) if macos else {}
+    media = parse_media(output_of("ifconfig", "-a")) if macos else {}
     found = []
     for adapter in ifaddr.get_adapters():
         name = adapter.name
@@ -171,7 +171,7 @@ def _is_named(device: str, families: tuple[str, ...]) -> bool:
     return device.rstrip("0123456789") in families
 
 
-def _output_of(*command: str) -> str:
+def output_of(*command: str) -> str:
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=5, check=True).stdout
     except (OSError, subprocess.SubprocessError):

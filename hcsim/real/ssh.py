@@ -16,10 +16,10 @@ from contextlib import asynccontextmanager, suppress
 
 from hcsim.errors import ConfigError, HcsimError
 
-_SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=5")
+SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=5")
 """Without password prompts, which would not show the machine that asks."""
-_SSH_FAILED = 255
-_NOT_FOUND = 127
+SSH_FAILED = 255
+NOT_FOUND = 127
 _REFUSED = 2
 _LINE_LIMIT_BYTES = 1 << 20
 _ATTENTION_S = 5.0
@@ -44,7 +44,7 @@ class SshProcesses:
             raise ConfigError(f"{host!r} is not the name of a host")
         try:
             process = await asyncio.create_subprocess_exec(
-                *_SSH, host, shlex.join(command), limit=_LINE_LIMIT_BYTES, start_new_session=True,
+                *SSH, host, shlex.join(command), limit=_LINE_LIMIT_BYTES, start_new_session=True,
                 stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
             )  # fmt: skip
         except OSError as error:
@@ -95,7 +95,7 @@ class SshProcesses:
                 last = line
                 self._tell(f"{host}: {last}")
         status = await process.wait()
-        if status == _SSH_FAILED and begun:
+        if status == SSH_FAILED and begun:
             self._tell(f"{host}: the connection to it is lost; what was started there ends by itself")
             return
         why = _failure(host, program, status, last.rstrip("."), begun or self._let_go)
@@ -129,9 +129,9 @@ async def _attend(stdin: asyncio.StreamWriter) -> None:
 
 def _failure(host: str, program: str, status: int, last: str, begun: bool) -> str:
     """Return the reason why a program did not start; empty if it did, or need not any more."""
-    if status == _SSH_FAILED:
+    if status == SSH_FAILED:
         return f"ssh does not get to {host}: {last or 'it gave no reason'}; try `ssh {host} true` until that works"
-    if status == _NOT_FOUND:
+    if status == NOT_FOUND:
         return f"{host} has no program {program!r}: say what it is called there (--set remote_hcsim=/path/to/hcsim)"
     if status == _REFUSED:
         return f"{host} cannot take part: {last}"

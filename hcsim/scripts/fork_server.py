@@ -64,9 +64,10 @@ def main(line: socket.socket) -> None:
                 living[pid] = None
                 simulator.say(pid)
             else:
-                simulator.say(_end(request))
+                code = _end(request)
                 del living[request.pid]
-    except (IpcClosed, OSError):
+                simulator.say(code)
+    except IpcClosed:
         pass
     finally:
         for pid in living:
@@ -112,6 +113,8 @@ def _end(request: EndRequest) -> int:
         ended, status = os.waitpid(pid, os.WNOHANG)
     _kill(pid)
     if not ended:
+        with suppress(OSError):
+            os.kill(pid, signal.SIGKILL)  # it may not lead its session yet
         _, status = os.waitpid(pid, 0)
     return os.waitstatus_to_exitcode(status)
 

@@ -17,7 +17,7 @@ import signal
 import socket
 import struct
 import tempfile
-from bisect import insort
+from bisect import bisect
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Generic, TypeAlias, TypeVar
@@ -50,7 +50,7 @@ class _Told(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class _Asked(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """A request, answered with an `SimulatorReply`."""
+    """A request, answered with a `SimulatorReply`."""
 
 
 class Computed(_Told, frozen=True):
@@ -333,10 +333,11 @@ class SharedMemoryAllocator:
     def take(self, like: Array) -> tuple[SharedArray, Grown | None]:
         """Allocate a slot for such an array. Also return the part that was added for it, if any."""
         size_bytes = max(1, -(-like.nbytes // _ALIGNED_BYTES)) * _ALIGNED_BYTES
-        grown = None if any(end - start >= size_bytes for start, end in self._free) else self._grow(size_bytes)
-        place, (start, end) = next(
-            (place, room) for place, room in enumerate(self._free) if room[1] - room[0] >= size_bytes
-        )
+        grown = None
+        place = next((at for at, (start, end) in enumerate(self._free) if end - start >= size_bytes), None)
+        if place is None:
+            place, grown = len(self._free), self._grow(size_bytes)
+        start, end = self._free[place]
         if end - start == size_bytes:
             del self._free[place]
         else:
@@ -347,8 +348,8 @@ class SharedMemoryAllocator:
         """Free the slot and merge it with free neighbours."""
         start = slot.start
         end = start + max(1, -(-size_bytes // _ALIGNED_BYTES)) * _ALIGNED_BYTES
-        insort(self._free, (start, end))
-        place = self._free.index((start, end))
+        place = bisect(self._free, (start, end))
+        self._free.insert(place, (start, end))
         if place + 1 < len(self._free) and self._free[place + 1][0] == end and end not in self._ends:
             self._free[place : place + 2] = [(start, self._free[place + 1][1])]
         if place and self._free[place - 1][1] == start and start not in self._ends:

@@ -57,7 +57,7 @@ class NetworkSettings(msgspec.Struct, frozen=True):
     insecure: bool = False
 
 
-def way_of(environment: Mapping[str, str]) -> NetworkSettings:
+def network_settings(environment: Mapping[str, str]) -> NetworkSettings:
     """Return the settings from the variables that torchrun and the user set."""
     name = environment.get(CLUSTER, "")
     insecure = environment.get(INSECURE, "") not in ("", "0")
@@ -214,8 +214,8 @@ class LocalGroup:
 class LocalEngine:
     """This process as a host."""
 
-    def __init__(self, way: NetworkSettings) -> None:
-        self._way = way
+    def __init__(self, settings: NetworkSettings) -> None:
+        self._settings = settings
         self.forked = False
         """Whether this is a forked child of the engine's process: the thread and the groups exist only in the
         parent."""
@@ -231,9 +231,9 @@ class LocalEngine:
     def open(self, place: GroupSpec, store: Store) -> LocalGroup:
         if isinstance(place.parent, LocalGroup):
             return place.parent.subgroup(place.ranks)
-        listener = self.run(self._host.listen(address_at(self._way.hosts, 0)))
+        listener = self.run(self._host.listen(address_at(self._settings.hosts, 0)))
         port = listener.address.rpartition(":")[2]
-        addresses = _meet(place, store, address_at(self._way.hosts, int(port)))
+        addresses = _meet(place, store, address_at(self._settings.hosts, int(port)))
         # A rank may call late, as long as the group's own time allows: ranks open links when they first need them.
         us = GroupMembership(place.rank, addresses, name=place.name, wire=Wire(connect_timeout_s=place.timeout_s))
         options = Options(timeout_s=place.timeout_s, watch_s=_WATCH_S)
@@ -275,7 +275,7 @@ class LocalEngine:
         return running.result(timeout_s)
 
     async def _make_host(self) -> Host:
-        way = self._way
+        way = self._settings
         proved = way.proved
         tls = None if proved is None else ClusterTls(proved.key, proved.secret)
         host = RealHost(RealOptions(f"process {os.getpid()}", tls=tls, insecure=way.insecure))
@@ -328,5 +328,5 @@ def local_engine() -> LocalEngine:
     """Return this process's engine; a forked child gets its own."""
     process = os.getpid()
     if process not in _engines:
-        _engines[process] = LocalEngine(way_of(os.environ))
+        _engines[process] = LocalEngine(network_settings(os.environ))
     return _engines[process]

@@ -102,9 +102,14 @@ class Intent(msgspec.Struct, frozen=True):
     """What the collectives' choices depend on, beside the settings."""
 
 
+def encoded(intent: msgspec.Struct) -> bytes:
+    """Encode an intent; equal intents have equal bytes."""
+    return msgspec.json.encode(intent, enc_hook=float)
+
+
 async def agree(group: Group, ours: msgspec.Struct) -> None:
     """Return if all ranks have the same intent; otherwise raise `ConfigError` on all of them."""
-    text = np.frombuffer(msgspec.json.encode(ours, enc_hook=float), np.uint8)
+    text = np.frombuffer(encoded(ours), np.uint8)
     lengths = [int(array_of(length)[0]) for length in await group.all_gather(np.array([text.size]))]
     texts = [array_of(each).tobytes() for each in await group.all_gather(text, lengths)]
     for rank, theirs in enumerate(texts):

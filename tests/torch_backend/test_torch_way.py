@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from hcsim.cli.app import app
 from hcsim.errors import ConfigError
-from hcsim.torch_backend.local import way_of
+from hcsim.torch_backend.local import network_settings
 from tests.torch_backend.ranks import Meeting, Ranks
 
 ELSEWHERE = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "HCSIM_ADDRESSES": "192.0.2.7"}
@@ -25,18 +25,18 @@ ELSEWHERE = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "HCSIM_ADDRESSES": "192
     [{}, {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "192.0.2.1"}, {"MASTER_ADDR": "localhost"}],
 )
 def test_ranks_of_one_machine_need_no_protection(environment: dict[str, str]) -> None:
-    way = way_of(environment)
+    way = network_settings(environment)
     assert way.hosts == ("127.0.0.1",)
     assert way.proved is None
 
 
 def test_ranks_on_several_machines_are_refused_without_protection() -> None:
     with pytest.raises(ConfigError, match=r"several machines \(192\.0\.2\.7\).*HCSIM_CLUSTER.*HCSIM_INSECURE=1"):
-        way_of(ELSEWHERE)
+        network_settings(ELSEWHERE)
 
 
 def test_who_trusts_the_network_says_so() -> None:
-    way = way_of({**ELSEWHERE, "HCSIM_INSECURE": "1"})
+    way = network_settings({**ELSEWHERE, "HCSIM_INSECURE": "1"})
     assert way.hosts == ("192.0.2.7",)
     assert way.insecure
 
@@ -44,7 +44,7 @@ def test_who_trusts_the_network_says_so() -> None:
 def test_a_cluster_that_this_machine_has_not_joined_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HCSIM_HOME", str(tmp_path))
     with pytest.raises(ConfigError, match="nowhere"):
-        way_of({**ELSEWHERE, "HCSIM_CLUSTER": "nowhere"})
+        network_settings({**ELSEWHERE, "HCSIM_CLUSTER": "nowhere"})
 
 
 # A process decides on its way once: these need ranks of their own.

@@ -180,4 +180,4 @@ class PersistedState(msgspec.Struct, frozen=True):
 
 
 def names(peers: list[GenerationMember]) -> str:
-    return ", ".join(f"{peer.worker} (rank {peer.rank})" for peer in peers)
+    return ", ".join(f"{peer.name or peer.worker} (rank {peer.rank})" for peer in peers)

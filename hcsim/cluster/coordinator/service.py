@@ -32,6 +32,7 @@ from hcsim.runtime.channel import Channel, Listener
 from hcsim.runtime.clock import BroadcastEvent
 from hcsim.runtime.host import Host, keep, kept
 from hcsim.transport.admission_queue import AdmissionQueue
+from hcsim.transport.messages import Requests
 from hcsim.transport.rpc import Endpoint, Limits, ProcedureRegistry, serving_endpoint
 
 HELLO_TIMEOUT_S = 5.0
@@ -63,8 +64,7 @@ class Coordinator:
         self._note = note
         self._who: dict[Endpoint, Register] = {}
         self._lines: dict[str, Endpoint] = {}
-        self._questions: dict[int, asyncio.Future[Any]] = {}
-        self._last_question = 0
+        self._questions: Requests[asyncio.Future[Any]] = Requests()
         self._undone: deque[CoordinatorEffect] = deque()
         self._unsaved = ""
         """Why the persistent state cannot be saved; empty if it can."""
@@ -190,14 +190,14 @@ class Coordinator:
         return who
 
     async def _answered(self, event: Callable[[int, float], list[CoordinatorEffect]]) -> Any:
-        self._last_question = question = self._last_question + 1
+        question = self._questions.number()
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._questions[question] = answer
+        self._questions.add(question, answer)
         try:
             self._do(event(question, self._now()))
             return await answer
         finally:
-            del self._questions[question]
+            self._questions.take(question)
             self._undone = deque(
                 effect
                 for effect in self._undone

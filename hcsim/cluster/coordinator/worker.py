@@ -1,6 +1,6 @@
 """A worker's side of the coordinator: it registers, sends heartbeats, and reconnects when the connection is lost.
 
-    async with await Worker.join(host, "mini.local:52415", "studio", "studio.local:52416") as worker:
+    async with await CoordinatorClient.join(host, "mini.local:52417", "studio", "studio.local:52416") as worker:
         while True:
             roster = await worker.ready()
             async with await Group.open(host, roster.membership(worker.name)) as group:
@@ -404,7 +404,7 @@ class CoordinatedMembership:
         return self._worker.over(epoch)
 
     def superseded(self, epoch: int) -> bool:
-        """Return whether a worker waits to join the next view, or this node wants to leave the present one."""
+        """Return whether a worker waits to join the next view, or this node is in a later view already."""
         assert self._worker is not None
         return self._worker.superseded or self._worker.generation > epoch
 

@@ -1,10 +1,10 @@
 """The vote before an update: all members of a view apply it, or none does.
 
-After the exchange all members
-hold the same update. One small all-gather then tells for every member whether it objects (its gradients were
-not finite), the fingerprint of its replica before the update, and whether it knows of a later view or wants to
-leave. A member that receives all votes knows that all members hold the update, and applies it. A member that
-does not receive them keeps the update, and learns in the next view whether it counts (see `synchronise`).
+After the exchange all members hold the same update. One small all-gather then tells for every member whether it
+objects (its gradients were not finite), the fingerprint of its replica before the update, and whether it knows of a
+later view or wants to leave. A member that receives all votes knows that all members hold the update, and applies
+it. A member that does not receive them keeps the update, and learns in the next view whether it counts (see
+`synchronise`).
 
 A member that objects has sent zeros, so no other member waits for it; all drop the step and retry it. If
 replicas differ, training ends: the majority is taken as correct, and the error names the first tensor that

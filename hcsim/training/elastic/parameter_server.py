@@ -27,7 +27,6 @@ import zlib
 from collections import Counter
 from functools import partial
 
-import msgspec
 import numpy as np
 
 from hcsim.cluster.membership_source import LAST_CALL_PAUSE_S, LAST_CALL_S, MembershipSource
@@ -67,6 +66,7 @@ from hcsim.training.parameter_server.strategy import (
     policy_of,
 )
 from hcsim.training.strategies import optimizer, strategy
+from hcsim.training.trainer import encoded
 
 JOB = "elastic"
 WORKER = "worker/"
@@ -92,8 +92,8 @@ class ServedMember(ElasticMember):
         super().__init__(host, source, settings, seed, extras)
         chosen = strategy(self.settings.strategy)
         assert isinstance(chosen, ServerPolicy)
-        self._intent = msgspec.json.encode(self.intent(), enc_hook=float)
-        self._keeper = ServerReplica(self.learner, optimizer(self.settings))
+        self._intent = encoded(self.intent())
+        self._server_replica = ServerReplica(self.learner, optimizer(self.settings))
         drawer = zlib.crc32(source.us.node.encode())  # ranks change with the view, and one that rounds does not
         gradients = GradientCodec(self.learner.layout, make(settings.compressor, seed=seed, rank=drawer))
         self._us = Participant(beside_server(self.learner, seed), gradients, policy_of(chosen, self.settings))
@@ -109,8 +109,8 @@ class ServedMember(ElasticMember):
 
     def reload(self, checkpoint: StateArrays) -> None:
         with fitting():
-            self._keeper.adopt(checkpoint)
-        self._keeper.reloaded = True
+            self._server_replica.adopt(checkpoint)
+        self._server_replica.reloaded = True
         for name, array in checkpoint.arrays.items():
             if name.startswith(WORKER):
                 assert not isinstance(array, Phantom)  # shapes alone are not saved
@@ -127,7 +127,7 @@ class ServedMember(ElasticMember):
         us = self._us
         try:
             finished = us.done is not None
-            ready, current = await self._keeper.synchronise(group, view, self._intent, us, finished)
+            ready, current = await self._server_replica.synchronise(group, view, self._intent, us, finished)
             if finished and len(ready) == group.size:
                 return await self._confirmed(group, view)
             if current and self._remembered:
@@ -153,16 +153,16 @@ class ServedMember(ElasticMember):
     async def save(self) -> None:
         """Save the server's state, if this member holds it. A worker that left in an orderly way has pushed its
         residual; other residuals are lost."""
-        state = self._keeper.state
+        state = self._server_replica.state
         if self.checkpoints is not None and state is not None:
             start = self._after(state)
-            await self.checkpoints.save_last(self.host, self._keeper.saved(start, state.workers), start.step)
+            await self.checkpoints.save_last(self.host, self._server_replica.saved(start, state.workers), start.step)
 
     # A view begins.
 
     async def _begin(self, group: Group) -> None:
         """Agree on where this view begins."""
-        state, us, serves = self._keeper.state, self._us, group.rank == standby.SERVER
+        state, us, serves = self._server_replica.state, self._us, group.rank == standby.SERVER
         ours = self._after(state) if serves and state is not None else ViewStart()
         start = await standby.agreed_start(group, ours, self.settings.steps)
         if state is not None:
@@ -264,7 +264,7 @@ class ServedMember(ElasticMember):
 
     async def _serve(self, group: Group, view: View, ready: list[str]) -> bool:
         """Serve this view; the workers of the nodes in `ready` have the final model already."""
-        state, us = self._keeper.state, self._us
+        state, us = self._server_replica.state, self._us
         assert state is not None
         if self.checkpoints is not None:
             self._due = self.checkpoints.after(us.start.step)
@@ -303,7 +303,7 @@ class ServedMember(ElasticMember):
         if self.checkpoints is not None and step >= self._due:
             self._due = self.checkpoints.after(step)
             remembered = us.worker.state(rounds.members[us.worker.name].verdict)
-            saved = self._keeper.saved(us.start_at(rounds.version, us.start), records(rounds))
+            saved = self._server_replica.saved(us.start_at(rounds.version, us.start), records(rounds))
             beside = {WORKER + name: array for name, array in remembered.items()}
             await self.checkpoints.save(self.host, StateArrays(saved.about, {**saved.arrays, **beside}), step)
 
@@ -313,7 +313,7 @@ class ServedMember(ElasticMember):
         await self._call(group)
         following = None
         if group.rank == standby.STANDBY:
-            follow = standby.follow(group, self._keeper, self._us.gradients, self.settings.clip)
+            follow = standby.follow(group, self._server_replica, self._us.gradients, self.settings.clip)
             following = self.host.spawn(follow, name="stand by")
         try:
             await self._look(group, view, following)

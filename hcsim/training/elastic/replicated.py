@@ -38,6 +38,7 @@ from hcsim.training.elastic.transfer import StateArrays, gather_echoed, relay
 from hcsim.training.learner import fingerprint_of_all
 from hcsim.training.recoverable import Held, LocalProgress
 from hcsim.training.strategies import recoverable
+from hcsim.training.trainer import encoded
 
 OWN = "own/"
 """The prefix of a rank's own arrays in a compressor's state."""
@@ -69,7 +70,7 @@ class ReplicatedMember(ElasticMember):
     def _intent(self) -> bytes:
         """The settings that must be the same on all members."""
         measure = "order" if self._by_links else "links or nothing"
-        return msgspec.json.encode(self.intent(measure), enc_hook=float)
+        return encoded(self.intent(measure))
 
     @property
     def is_complete(self) -> bool:

@@ -200,11 +200,14 @@ class CoordinatorState:
             self._compare_terms(who)
             entry = self.workers[who.worker] = WorkerEntry(who, self._rank_for(who.worker), now)
             entry.node = node
+            if (apart := self._apart.get(entry.member)) is not None and now < apart.until_s:
+                entry.apart_s = apart.until_s  # who registers again is not readmitted sooner
             if self.roster is None and who.generation > self.generation:
                 self.generation, self.over, self._settled_s = who.generation, ANEW, now + self.policy.silence_s
             if node:
                 self.owners[who.worker] = node
-            effects += [PersistState(), LogMessage(f"{entry.name} registers, at {who.address}"), *self._superseded()]
+            effects += [PersistState(), LogMessage(f"{entry.name} registers, at {who.address}")]
+            effects += self._superseded() if now >= entry.apart_s else []
         entry.attached, entry.heard_s = True, now
         return Registered(entry.rank, self.policy), effects
 

@@ -13,6 +13,7 @@ from hcsim.cluster.coordinator import CoordinatorPolicy, GenerationRoster
 from hcsim.cluster.coordinator.messages import Register
 from hcsim.cluster.coordinator.rounds import CoordinatorEffect, NotifyWorker, PersistedState, ResolveCall
 from hcsim.cluster.coordinator.state import TRANSITIONS, CoordinatorState, StageEvent, WorkerStage
+from hcsim.cluster.diagnosis import Accusation, Findings
 from hcsim.errors import CallRefused, ConfigError, HcsimError
 
 names = st.sampled_from(["a", "b", "c", "d", "e"])
@@ -268,3 +269,21 @@ def test_a_machine_that_proves_who_it_is_is_let_in_at_once_when_it_starts_again_
     with pytest.raises(CallRefused, match="is here already"):
         state.register(Register("a", 2, "elsewhere:1"), 0.1, "node-a")
     assert state.register(Register("a", 2, "a:1"), 0.2, "node-a")[0].rank == 0
+
+
+def test_who_kept_the_others_from_working_is_not_let_in_sooner_by_registering_again():
+    state, (a, b, c) = coordinated(3)
+    for question, who in enumerate((a, b, c)):
+        state.ready(who, 0, question, 0.0)
+    blamed = (Accusation("w2", "it does not answer"),)
+    for question, who in enumerate((a, b), 3):
+        found = Findings(state.line, 1, fruitless=1, checking=True, checked=True, ended=True, accusations=blamed)
+        state.ready(who, 1, question, 1.0, "gave up", found=[found])
+    state.ready(c, 1, 5, 1.0, "gave up", found=[Findings(state.line, 1, checking=True, checked=True, ended=True)])
+    assert [peer.worker for peer in state.roster.peers] == ["w0", "w1"]
+    again = Register("w2", 2, c.address)
+    state.lost(c)
+    effects = state.register(again, 2.0)[1]
+    assert not [effect for effect in effects if isinstance(effect, NotifyWorker)]
+    state.ready(again, 0, 6, 2.0)
+    assert not state.heartbeat(a, 2, 2.0)[0].superseded

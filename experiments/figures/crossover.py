@@ -54,7 +54,7 @@ def draw(cells: pd.DataFrame, curves: pd.DataFrame, out: Path) -> None:
         choices = {
             "data parallel, nothing compressed": every_step[every_step["compressor"].fillna("none") == "none"],
             "with compression": every_step,
-            "and with steps of one's own": ours,
+            "and with local steps": ours,
         }
         tiles = [
             _tiles(allowed).assign(methods=words)

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +17,7 @@ from hcsim.training.optimizer import Optimizer, clip
 from hcsim.training.task import Flat, Indices, Task, backward_work, forward_work
 
 T = TypeVar("T")
+StateArray: TypeAlias = "npt.NDArray[np.generic] | Phantom"
 
 
 class TimeAccounting:
@@ -102,7 +103,7 @@ _ODD = np.uint64(0x9E3779B97F4A7C15)
 _MIX = (2 * np.arange(_COLUMNS, dtype=np.uint64) + np.uint64(1)) * _ODD
 
 
-def fingerprint(array: npt.NDArray[np.generic] | Phantom) -> int:
+def fingerprint(array: StateArray) -> int:
     """Return a 63-bit fingerprint of a replica, cheap enough for every step; 0 for a phantom.
 
     The array's 64-bit words are summed by column, sixty-four columns at a time, and the sums are mixed with odd

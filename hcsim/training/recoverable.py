@@ -35,7 +35,6 @@ from functools import partial
 from typing import NamedTuple, Protocol, TypeAlias, cast
 
 import numpy as np
-import numpy.typing as npt
 
 from hcsim.collectives.group import Group
 from hcsim.compressors.base import Array
@@ -43,12 +42,12 @@ from hcsim.errors import UsageError
 from hcsim.runtime.channel import Phantom
 from hcsim.training.aggregation import Aggregator
 from hcsim.training.layout import Bucket
-from hcsim.training.learner import Learner
+from hcsim.training.learner import Learner, StateArray
 from hcsim.training.optimizer import Optimizer, Stepper
 from hcsim.training.run import Run
 from hcsim.training.task import Flat
 
-Held: TypeAlias = dict[str, "npt.NDArray[np.generic] | Phantom"]
+SharedState: TypeAlias = dict[str, StateArray]
 
 
 class LocalProgress(NamedTuple):
@@ -63,25 +62,25 @@ class Recoverable(Protocol):
     """A strategy on one rank that can go on with other members."""
 
     @property
-    def alike(self) -> Flat:
+    def synchronised(self) -> Flat:
         """The array that must be the same on all members before every update."""
 
-    def shared(self) -> Held:
+    def shared(self) -> SharedState:
         """Return the state that a newcomer needs."""
 
-    def adopt(self, held: Mapping[str, npt.NDArray[np.generic] | Phantom], step: int) -> None:
+    def adopt(self, held: Mapping[str, StateArray], step: int) -> None:
         """Go on from the shared state of another member after `step` steps."""
 
-    def tally(self, run: Run) -> LocalProgress:
+    def progress(self, run: Run) -> LocalProgress:
         """Return this member's progress, for the other members."""
 
-    def take_up(self, tallies: Sequence[LocalProgress]) -> None:
+    def take_over(self, progress: Sequence[LocalProgress]) -> None:
         """Take over the progress of all members, by their new ranks."""
 
     def compresses(self, group: Group) -> bool:
         """Return whether this member's compressor is used in the group and needs the shared state."""
 
-    def dealt(self, sizes: Sequence[int]) -> tuple[int, ...]:
+    def batch_sizes(self, sizes: Sequence[int]) -> tuple[int, ...]:
         """Return the number of samples for each member, given their batch sizes."""
 
     async def train(self, run: Run) -> None:
@@ -96,26 +95,26 @@ class Replicated:
         self._aggregator = aggregator
 
     @property
-    def alike(self) -> Flat:
+    def synchronised(self) -> Flat:
         return self._learner.replica.parameters
 
-    def shared(self) -> Held:
-        return {"parameters": self.alike, **_state(self._learner.stepper)}
+    def shared(self) -> SharedState:
+        return {"parameters": self.synchronised, **_state(self._learner.stepper)}
 
-    def adopt(self, held: Mapping[str, npt.NDArray[np.generic] | Phantom], step: int) -> None:
-        _fill(self.alike, held["parameters"])
+    def adopt(self, held: Mapping[str, StateArray], step: int) -> None:
+        _fill(self.synchronised, held["parameters"])
         _restore(self._learner.stepper, held)
 
-    def tally(self, run: Run) -> LocalProgress:
+    def progress(self, run: Run) -> LocalProgress:
         """Return the run's step: every step taken is agreed on."""
         return LocalProgress(0, run.step)
 
-    def take_up(self, tallies: Sequence[LocalProgress]) -> None: ...
+    def take_over(self, progress: Sequence[LocalProgress]) -> None: ...
 
     def compresses(self, group: Group) -> bool:
         return True
 
-    def dealt(self, sizes: Sequence[int]) -> tuple[int, ...]:
+    def batch_sizes(self, sizes: Sequence[int]) -> tuple[int, ...]:
         return tuple(sizes)
 
     async def train(self, run: Run) -> None:
@@ -145,7 +144,7 @@ class OneComputes(Replicated):
     def __init__(self, learner: Learner) -> None:
         super().__init__(learner, lambda run: _Told(run.group))
 
-    def dealt(self, sizes: Sequence[int]) -> tuple[int, ...]:
+    def batch_sizes(self, sizes: Sequence[int]) -> tuple[int, ...]:
         return (sum(sizes), *(0 for _ in sizes[1:]))
 
     async def train(self, run: Run) -> None:
@@ -180,31 +179,31 @@ class Periodic:
         self._loss = float("nan")
 
     @property
-    def alike(self) -> Flat:
+    def synchronised(self) -> Flat:
         return self._anchor
 
-    def shared(self) -> Held:
+    def shared(self) -> SharedState:
         """Return the anchor, and the state of the outer optimizer."""
-        return {"parameters": self.alike, **_state(self._outer)}
+        return {"parameters": self.synchronised, **_state(self._outer)}
 
-    def adopt(self, held: Mapping[str, npt.NDArray[np.generic] | Phantom], step: int) -> None:
-        _fill(self.alike, held["parameters"])
+    def adopt(self, held: Mapping[str, StateArray], step: int) -> None:
+        _fill(self.synchronised, held["parameters"])
         _restore(self._outer, held)
         self._again(step)
 
-    def tally(self, run: Run) -> LocalProgress:
+    def progress(self, run: Run) -> LocalProgress:
         return LocalProgress(self._samples[run.group.rank] if self._samples else 0, self._step)
 
-    def take_up(self, tallies: Sequence[LocalProgress]) -> None:
+    def take_over(self, progress: Sequence[LocalProgress]) -> None:
         """Take over the progress of all members. A member that has taken no step, while others have, skips this
         period."""
-        self._samples = [tally.samples for tally in tallies]
-        self._step = max(tally.gone for tally in tallies)
+        self._samples = [each.samples for each in progress]
+        self._step = max(each.gone for each in progress)
 
     def compresses(self, group: Group) -> bool:
         return True
 
-    def dealt(self, sizes: Sequence[int]) -> tuple[int, ...]:
+    def batch_sizes(self, sizes: Sequence[int]) -> tuple[int, ...]:
         return tuple(sizes)
 
     async def train(self, run: Run) -> None:
@@ -309,11 +308,11 @@ class _Told:
         await self._group.broadcast(part, bucket=bucket.number)
 
 
-def _state(stepper: Stepper) -> Held:
+def _state(stepper: Stepper) -> SharedState:
     return {f"optimizer/{name}": array for name, array in stepper.state().items()}
 
 
-def _restore(stepper: Stepper, held: Mapping[str, npt.NDArray[np.generic] | Phantom]) -> None:
+def _restore(stepper: Stepper, held: Mapping[str, StateArray]) -> None:
     prefix = "optimizer/"
     stepper.restore(
         {
@@ -324,7 +323,7 @@ def _restore(stepper: Stepper, held: Mapping[str, npt.NDArray[np.generic] | Phan
     )
 
 
-def _fill(place: Flat, found: npt.NDArray[np.generic] | Phantom) -> None:
+def _fill(place: Flat, found: StateArray) -> None:
     if isinstance(place, Phantom) != isinstance(found, Phantom) or place.nbytes != found.nbytes:
         raise UsageError(f"these are another model's parameters: {found.nbytes} bytes for {place.nbytes}")
     if not isinstance(place, Phantom) and not isinstance(found, Phantom):

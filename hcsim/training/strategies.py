@@ -63,7 +63,7 @@ class HierarchicalParallel(Struct, frozen=True):
 
 
 class LocalSgd(Struct, frozen=True):
-    """Steps of one's own, then all average their parameters. Higher `every`: fewer exchanges, more drift."""
+    """Local steps, then all average their parameters. Higher `every`: fewer exchanges, more drift."""
 
     every: Every = 8
 
@@ -73,7 +73,7 @@ class LocalSgd(Struct, frozen=True):
 
 
 class DiLoCo(Struct, frozen=True):
-    """Steps of one's own, then an outer optimizer with Nesterov momentum over the average of how far each went."""
+    """Local steps, then an outer optimizer with Nesterov momentum over the average of how far each went."""
 
     every: Every = 16
     lr: Annotated[float, Meta(gt=0)] = 0.7

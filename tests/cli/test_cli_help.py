@@ -128,7 +128,7 @@ def test_a_shell_completes_names(words: str, offered: str) -> None:
         ("scenarios", "two-macs-wifi +Two MacBooks on one Wi-Fi 6 access point"),
         ("machines", r"M3 Air +.* TFLOPS, 100 GB/s, fanless"),
         ("media", "thunderbolt +A network of cables"),
-        ("strategies", "diloco +Steps of one's own"),
+        ("strategies", "diloco +Local steps"),
         ("compressors", "topk:RATIO +the largest elements"),
         ("algorithms", "broadcast +auto, ring, tree, centralized"),
         ("tasks", "gpt2 +Only the shapes"),

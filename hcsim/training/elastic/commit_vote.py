@@ -132,9 +132,9 @@ class CommitVote(Commit):
             await clock.sleep(LAST_CALL_PAUSE_S)
 
     async def _print(self) -> int:
-        alike = self._us.method.alike
-        await self._group.host.device.touch(alike.nbytes)
-        return fingerprint(alike)
+        parameters = self._us.method.synchronised
+        await self._group.host.device.touch(parameters.nbytes)
+        return fingerprint(parameters)
 
     async def _gathered(self, step: int, ours: _Vote) -> list[_Vote]:
         self._received = await gather_direct(self._group, np.array(ours, np.int64))
@@ -146,10 +146,10 @@ class CommitVote(Commit):
 
     async def _differ(self, step: int) -> None:
         """Find the first tensor that differs, and end training."""
-        alike = self._us.method.alike
-        assert not isinstance(alike, Phantom)  # they have all the same fingerprint
+        parameters = self._us.method.synchronised
+        assert not isinstance(parameters, Phantom)  # they have all the same fingerprint
         tensors = self._us.learner.layout.tensors
-        ours = np.array([fingerprint(tensor.view(alike)) for tensor in tensors])
+        ours = np.array([fingerprint(tensor.view(parameters)) for tensor in tensors])
         theirs = await gather_echoed(self._group, ours)
         for number, tensor in enumerate(tensors):
             prints = [int(each[number]) for each in theirs]

@@ -8,7 +8,6 @@ from functools import cached_property
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from hcsim.cluster.diagnosis import VotesSeen
 from hcsim.cluster.membership_source import MembershipSource
@@ -35,8 +34,8 @@ from hcsim.training.elastic.synchronise import (
     same_intent,
 )
 from hcsim.training.elastic.transfer import StateArrays, gather_echoed, relay
-from hcsim.training.learner import fingerprint_of_all
-from hcsim.training.recoverable import Held, LocalProgress
+from hcsim.training.learner import StateArray, fingerprint_of_all
+from hcsim.training.recoverable import LocalProgress, SharedState
 from hcsim.training.strategies import recoverable
 from hcsim.training.trainer import encoded
 
@@ -145,7 +144,7 @@ class ReplicatedMember(ElasticMember):
         """Save the state before the step in flight: a member that completes that step has a newer one.
 
         Save nothing if there are local steps that were not exchanged: without a view no member learns of them."""
-        unexchanged = self.method.tally(self.run).gone > self.run.step
+        unexchanged = self.method.progress(self.run).gone > self.run.step
         if self.checkpoints is not None and not unexchanged:
             self.run.drop()
             await self.checkpoints.save_last(self.host, self._saved(), self.run.step)
@@ -209,12 +208,12 @@ class ReplicatedMember(ElasticMember):
 
     async def _told(self, group: Group) -> list[Holding]:
         method = self.method
-        await self.host.device.touch(method.alike.nbytes)
+        await self.host.device.touch(method.synchronised.nbytes)
         held, memory = fingerprint_of_all(method.shared()), fingerprint_of_all(self._memory())
-        ours = Holding(held, memory, method.compresses(group), self.run.step, *method.tally(self.run))
+        ours = Holding(held, memory, method.compresses(group), self.run.step, *method.progress(self.run))
         return [Holding(*map(int, each)) for each in await gather_echoed(group, np.array(ours, np.int64))]
 
-    def _regroup(self, group: Group, view: View, tallies: list[LocalProgress]) -> None:
+    def _regroup(self, group: Group, view: View, progress: list[LocalProgress]) -> None:
         """Go on with the members of the view, which hold the same state now."""
         run = self.run
         sizes = self.provenance.sizes or self._given_sizes(view)
@@ -224,12 +223,12 @@ class ReplicatedMember(ElasticMember):
         # The shared state of an unused compressor would drift from the others', so only the residual is kept.
         kept = run.compressor.state() if self.method.compresses(group) else self._owed()
         compressor.restore({name: array for name, array in kept.items() if not isinstance(array, Phantom)})
-        self.method.take_up(tallies)
+        self.method.take_over(progress)
         self.enter(group, self._dealt(view), compressor)
 
     @property
     def _since(self) -> tuple[int, int]:
-        gone, since = self.method.tally(self.run).gone, self.provenance.since
+        gone, since = self.method.progress(self.run).gone, self.provenance.since
         return since if gone <= since[0] else (gone, self.run.batches.position(gone))
 
     def _dealt(self, view: View) -> Batches:
@@ -238,7 +237,7 @@ class ReplicatedMember(ElasticMember):
         sizes = [batch] * len(view.members) if isinstance(batch, int) else [given.get(n, 0) for n in view.nodes]
         if not any(sizes):
             sizes[0] = 1  # before the first synchronisation: nothing is dealt out of it
-        return Batches.of(self.task, self.method.dealt(sizes), self.seed, self.provenance.since)
+        return Batches.of(self.task, self.method.batch_sizes(sizes), self.seed, self.provenance.since)
 
     def _given_sizes(self, view: View) -> dict[str, int]:
         """Return the configured batch sizes by node. The list is for the members that training begins with, in their
@@ -279,7 +278,7 @@ class ReplicatedMember(ElasticMember):
         self.provenance = about
         self.run.step = about.step
 
-    def _own_that_counts(self, about: Provenance) -> Held:
+    def _own_that_counts(self, about: Provenance) -> SharedState:
         """Return this member's residual if all steps that it took part in count, and nothing otherwise."""
         run = self.run
         counted = about.past.counted(self.provenance.era, about.step)
@@ -290,15 +289,15 @@ class ReplicatedMember(ElasticMember):
             run.drop()
         return {} if self._reloaded or counted is None or counted < run.step else self._owed()
 
-    def _memory(self) -> Held:
+    def _memory(self) -> SharedState:
         """Return the compressor state that must be the same on all members that compress."""
         return {MEMORY + n: array for n, array in self.run.compressor.state().items() if not n.startswith(OWN)}
 
-    def _owed(self) -> Held:
+    def _owed(self) -> SharedState:
         """Return this member's residual: its gradients that were not sent yet."""
         return {name: array for name, array in self.run.compressor.state().items() if name.startswith(OWN)}
 
-    def _take_in(self, owed: Mapping[str, npt.NDArray[np.generic] | Phantom]) -> None:
+    def _take_in(self, owed: Mapping[str, StateArray]) -> None:
         """Add the residual of a leaving member to this member's."""
         state = self.run.compressor.state()
         for name, array in owed.items():

@@ -27,7 +27,7 @@ from hcsim.collectives.buffers import array_of
 from hcsim.collectives.group import Group
 from hcsim.errors import UNDECODABLE, CollectiveError, RemoteProtocolError
 from hcsim.runtime.channel import Phantom
-from hcsim.training.learner import fingerprint
+from hcsim.training.learner import StateArray, fingerprint
 
 _MOST = 16
 """In a larger group direct sending takes long: there values are forwarded, and not compared."""
@@ -92,7 +92,7 @@ def _numbers(data: object) -> npt.NDArray[np.int64]:
 PIECE_BYTES = 8 << 20
 LABEL_MOST_BYTES = 16 << 20
 T = TypeVar("T")
-Arrays: TypeAlias = Mapping[str, "npt.NDArray[np.generic] | Phantom"]
+Arrays: TypeAlias = Mapping[str, StateArray]
 TransferRoute: TypeAlias = tuple[int, int]
 """The giving rank and the taking rank."""
 
@@ -168,7 +168,7 @@ class _Taking:
         return Phantom(hi - lo) if self._phantom else self._joined[lo:hi]
 
     def snapshot(self) -> StateArrays:
-        arrays: dict[str, npt.NDArray[np.generic] | Phantom] = {}
+        arrays: dict[str, StateArray] = {}
         at = 0
         for item in self._label.items:
             end = at + item.size_bytes
@@ -231,7 +231,7 @@ async def _carried(operations: list[asyncio.Task[Any]]) -> None:
             raise failed
 
 
-def _item(name: str, array: npt.NDArray[np.generic] | Phantom) -> _Item:
+def _item(name: str, array: StateArray) -> _Item:
     if isinstance(array, Phantom):
         return _Item(name, "", (array.nbytes,))
     return _Item(name, array.dtype.str, array.shape)

@@ -110,6 +110,7 @@ def piped(folder: str, names: list[str]) -> None:
     same(whole(*again), whole(*ours))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("names", [["first", "second"], ["stage", "stage"]])
 def test_stages_that_fully_shard_divides_go_back_to_their_ranks(ranks: Ranks, tmp_path: Path, names: list[str]) -> None:
     ranks.run(piped, str(tmp_path), names, size=4)

@@ -161,6 +161,7 @@ def test_what_the_terminal_cannot_show_is_spelled_and_ends_nothing(tmp_path: Pat
     assert r"\u2713" in ended.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("ranks_at_hand")
 @pytest.mark.parametrize(("scenario", "nodes"), [("four-macs-faulty", 2), ("four-macs-churn", 1)])
 def test_on_fewer_machines_only_their_own_faults_happen(tmp_path: Path, scenario: str, nodes: int) -> None:

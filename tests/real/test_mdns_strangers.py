@@ -189,7 +189,7 @@ async def spoofer(*, of_all: bool) -> AsyncIterator[None]:
             lying.cancel()
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("of_all", [False, True], ids=["our name", "every name"])
 def test_a_machine_whose_name_a_stranger_claims_starts_under_another(of_all: bool) -> None:
     async def main() -> None:

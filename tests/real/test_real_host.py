@@ -549,7 +549,7 @@ def announcement(name: bytes) -> bytes:
     return struct.pack("!6H", 0, 0x8400, 0, 1, 0, 0) + of_type + struct.pack("!HHIH", 12, 1, 4500, len(named)) + named
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "names",
     [[b"control\x01"], [b"x" * 63], [b"ghost %d" % number for number in range(20)]],

@@ -43,9 +43,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """One more than there are cores: where a cluster waits for a dead member, another test can go on. Without the slow
-    ones there is little to wait for, and each worker takes ten seconds to collect them all."""
-    return (os.cpu_count() or 1) + ("not slow" not in config.option.markexpr)
+    """One more than there are cores: where a cluster waits for a dead member, another test can go on."""
+    return (os.cpu_count() or 1) + 1
 
 
 @pytest.hookimpl(wrapper=True)

@@ -185,6 +185,8 @@ class ViewChangePolicy:
 class ProposalInputs(msgspec.Struct, frozen=True):
     """The input for choosing the next view."""
 
+    ballot: int
+    """The number of the proposer's ballot."""
     promises: Mapping[str, Promise]
     """The promises of healthy members, by node."""
     abstained: Mapping[str, Abstained]
@@ -222,7 +224,7 @@ def successor(view: View, now: ProposalInputs, proposer: Member) -> View | None:
     newcomers = [m for m in chosen if m not in view.members]
     epoch = max([view.epoch, *(now.epochs.get(m.node, 0) for m in newcomers)]) + 1
     return View(
-        lineage_of(view, [*now.promises], now.quorum, epoch, proposer),
+        lineage_of(view, [*now.promises], now.quorum, now.ballot, proposer),
         epoch,
         tuple(chosen),
         previous=view.epoch,
@@ -238,12 +240,12 @@ def dissolved(view: View, reason: str) -> View:
     return View(view.lineage, view.epoch + 1, (), view.epoch, reason=reason)
 
 
-def lineage_of(view: View, deciders: list[str], rule: Quorum, epoch: int, proposer: Member) -> str:
+def lineage_of(view: View, deciders: list[str], rule: Quorum, ballot: int, proposer: Member) -> str:
     """Return the lineage of the next view: the same, unless two sides may go on at once, in which case each has
     its own."""
     if rule != "any" or enough(view, deciders, "tiebreak"):
         return view.lineage
-    return branch(view, epoch, proposer)
+    return branch(view, ballot, proposer)
 
 
 def orphaned(view: View, answers: Mapping[str, Promise | Abstained], gone: tuple[str, ...]) -> str:
@@ -451,6 +453,7 @@ class Proposer:
         silent = [node for node in self._culprits(view, view.nodes, now) if node not in answers] if failed else []
         staying = [node for node in view.nodes if node in staying or node in silent]
         situation = ProposalInputs(
+            proposal.ballot[0],
             {node: promise for node, promise in proposal.promises.items() if node in well},
             {node: answer for node, answer in proposal.abstained.items() if node in well},
             tuple(roster.joiners(view, now)),

@@ -109,9 +109,11 @@ def standing(lineage: str, size: int, *, formed: bool, waits: bool = False) -> C
     return not formed, waits, -size, lineage
 
 
-def branch(view: View, epoch: int, proposer: Member) -> str:
-    """Return the lineage of members that branch off from a view, beginning with that epoch."""
-    return f"{view.lineage}/{view.epoch}.{epoch}.{proposer.node[:8]}"
+def branch(view: View, ballot: int, proposer: Member) -> str:
+    """Return the lineage of members that branch off from a view by that ballot of the proposer.
+
+    A proposer may end more than one ballot after the same view, since it is not in a branch that excludes it."""
+    return f"{view.lineage}/{view.epoch}.{ballot}.{proposer.node[:8]}.{proposer.boot:x}"
 
 
 def branched(lineage: str, other: str) -> int | None:

@@ -16,6 +16,7 @@ from hcsim.cluster.diagnosis import Accusation, ViewFailure
 from hcsim.cluster.membership import AdoptView, CheckNewcomer, EndEpoch, Membership, SendMessage
 from hcsim.cluster.messages import ControlMessage
 from hcsim.cluster.view import ASTRAY_S, PATIENCE_S, Member, MembershipRules, View
+from hcsim.errors import HcsimError
 
 
 class Machine:
@@ -26,6 +27,7 @@ class Machine:
         self.node = node
         self.name = name or node
         self.boot = 0
+        self.has_room = True
         self.disk: AcceptorState | None = None
         self.seen: list[View] = []
         self.start()
@@ -43,6 +45,8 @@ class Machine:
         self.drain()
 
     def save(self, record: AcceptorState) -> None:
+        if not self.has_room:
+            raise HcsimError("the disk is full")
         self.disk = record
 
     def set_back(self, backup: AcceptorState | None) -> None:
@@ -273,6 +277,30 @@ def test_one_that_was_left_out_does_not_wait_for_a_cluster_that_cannot_change():
         bench.pass_time(1.0)
     assert members(bench, "b") == "b"
     assert b.view.formed
+
+
+def test_two_branches_that_one_proposer_decided_are_lineages_of_their_own():
+    bench = formed(4, "any")
+    bench.machines["a"].has_room = False  # a proposes as the leader, and others vote
+    for name in "bc":
+        machine = bench.machines[name]
+        violation = ViewFailure("a and d send what nobody should", violator="a", accusations=(Accusation("d", "as a"),))
+        machine.core.broken(machine.core.view.epoch, violation, bench.now)
+        machine.drain()
+    for one, other in ("ab", "ac", "ba", "bc", "ca", "cb"):
+        bench.gossip(one, other)
+    while not (members(bench, "b") == members(bench, "c") == "bc"):
+        bench.mail = [each for each in bench.mail if "d" not in each[:2]]
+        bench.deliver(0)
+        bench.pass_time(0.1)
+    branch = bench.machines["b"].core.view
+    for name in "bc":
+        del bench.machines[name]
+        for other in "ad":
+            bench.suspect(other, name)
+    bench.heal(4)
+    assert members(bench, "a") not in ("bc", "abcd")
+    assert bench.machines["a"].core.view.lineage != branch.lineage
 
 
 @pytest.mark.parametrize(("quorum", "goes_on"), [("any", True), ("tiebreak", False)])

@@ -410,17 +410,18 @@ def the_departed_are_not_waited_for(evidence: Evidence) -> Iterator[str]:
     """No member waits out a deadline for a machine that has announced its departure, unless that machine has come
     back.
 
-    A machine that is held up, for example by its disk, cannot end its waits before it goes on."""
+    A machine that is held up by its disk, or whose device does not return from a computation, cannot end its waits
+    before it goes on."""
     gone_s: dict[tuple[str, str], float] = {}
-    thawed_s: dict[str, float] = {}
+    went_on_s: dict[str, float] = {}
     for said in evidence.said:
         if match := _GONE.fullmatch(said.text):
             gone_s.setdefault((said.host, match[1]), said.time_s)
     ranks: dict[tuple[str, int], list[str]] = {}
     for event in evidence.events:
         host, time_s = str(event[2]), int(event[0]) / 1e9
-        if event[1:3] == ("fault", "thaw"):
-            thawed_s[str(event[3])] = time_s
+        if event[1] == "fault" and event[2] in ("thaw", "unhang"):
+            went_on_s[str(event[3])] = time_s
         elif event[1] == "view":
             names = [name.partition("#")[0] for name in str(event[6]).split(",")]
             ranks[host, int(event[4])] = names
@@ -431,7 +432,7 @@ def the_departed_are_not_waited_for(evidence: Evidence) -> Iterator[str]:
             names = ranks.get((host, int(event[3])), [])
             for rank in map(int, re.findall(r"\brank (\d+)", text)):
                 name = names[rank] if rank < len(names) else ""
-                late_s = time_s - max(gone_s.get((host, name), time_s), thawed_s.get(host, 0.0))
+                late_s = time_s - max(gone_s.get((host, name), time_s), went_on_s.get(host, 0.0))
                 if late_s > DEPARTED_S + GRACE_S:
                     yield f"{host} waited for {name}, which had been gone for {late_s:.0f} s: {text}"
 

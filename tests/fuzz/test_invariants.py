@@ -120,13 +120,14 @@ def test_every_invariant_is_tried_above() -> None:
     assert {invariant for invariant, _ in BROKEN} == {check.__name__ for check in INVARIANTS}
 
 
-def test_a_machine_that_was_held_has_not_waited_for_the_departed() -> None:
+@pytest.mark.parametrize("goes_on", ["thaw", "unhang"])
+def test_a_machine_that_was_held_has_not_waited_for_the_departed(goes_on: str) -> None:
     late = (21_000_000_000, "view failed", "a", 1, "all_gather #0 took longer than 20 s: opening a link to rank 1")
     gone = said("b has gone: it has finished or left")
     broken = [
         [
             breach.invariant
-            for breach in breaches(evidence((at_s * 1_000_000_000, "fault", "thaw", "a"), late, said=gone))
+            for breach in breaches(evidence((at_s * 1_000_000_000, "fault", goes_on, "a"), late, said=gone))
         ]
         for at_s in (2, 20)
     ]

@@ -249,6 +249,7 @@ class Membership:
         if lineage == self._qualifying and not self._is_qualified:
             self._is_qualified = True
             self._diagnosis.qualified()
+            self.roster.suits(lineage)
             for node in self.roster.working(lineage):
                 self._send(node, Qualified(lineage, self.us.boot), now)
             self._review(now)
@@ -269,9 +270,10 @@ class Membership:
         return self.asks and self._is_qualified and self.roster.whole(self._qualifying)
 
     def disqualified(self, lineage: str, now: float) -> None:
-        """Record that this node cannot work with the members of that lineage yet: check again."""
+        """Record that this node cannot work with the members of that lineage yet: check again, or ask others."""
         if lineage == self._qualifying:
             self._qualifying = ""
+            self.roster.disqualify(lineage, now)
             self._review(now)
 
     def forget(self, node: str, now: float) -> None:
@@ -385,7 +387,7 @@ class Membership:
         self._follow_branch()
         if not self._belongs_to(self.view):
             self._alone()
-        self._joins = self._stance.joins(self.view)
+        self._joins = self._stance.joins(self.view, now)
         self._tell_findings(now)
         self._seek_qualification()
         proposer = self._proposer

@@ -16,7 +16,7 @@ other each with their own. So the side with lower precedence is given up (`View.
 admit its members. It is not given up while the other is still in the view that this one branched from, whose
 size counts this side, nor while the other cannot decide anything. A side that cannot decide joins the members
 that went on without it. A lone machine that asks a cluster does not end before it is admitted or that cluster
-is gone, unless they cannot work with each other.
+is gone, unless they cannot work with each other: then it asks the next one that works, and admits those that ask it.
 
 A node proposes one view at a time, from the first request to the decision. Members of the next view are those
 that answer the proposal and reach each other: two that do not cannot compute together, and the junior one stays
@@ -78,18 +78,24 @@ class ViewChangePolicy:
         self._diagnosis = diagnosis
         self._asking_since_s: float | None = None
 
-    def joins(self, view: View) -> str:
+    def joins(self, view: View, now: float) -> str:
         if self.leaving:
             return ""
         if view.rank(self._us) is None:
             return view.lineage  # started anew: a member by our word, not by our memory
-        better = self.better(view) if len(view.members) == 1 else None
-        return "" if better is None else better.lineage
+        asked = self._asked(view, now) if len(view.members) == 1 else None
+        return "" if asked is None else asked.lineage
 
-    def better(self, view: View) -> Status | None:
+    def better(self, view: View, now: float) -> Status | None:
         """Return the visible cluster to which this one should give way. One that cannot change does not count if
         this node may go on without it."""
-        better = self._roster.better(view, waits=self.waits)
+        return self._unless_vain(self._roster.better(view, self._roster.unsuited(now), waits=self.waits))
+
+    def _asked(self, view: View, now: float) -> Status | None:
+        """Return the cluster that a lone node asks: one that it cannot work with yet, if there is no other."""
+        return self.better(view, now) or self._unless_vain(self._roster.better(view, waits=self.waits))
+
+    def _unless_vain(self, better: Status | None) -> Status | None:
         vain = better is not None and better.waits and self.begun and self._rules.quorum == "any"
         return None if vain else better
 
@@ -106,9 +112,11 @@ class ViewChangePolicy:
 
     def need(self, view: View, joins: str, now: float) -> ViewChangeNeed:
         need = ViewChangeNeed()
+        joiners = self._roster.joiners(view, now)
         if len(view.members) == 1 and joins not in ("", view.lineage):
             self._ask(view, need, now)
-            return need
+            if not (view.formed and joiners) or self.better(view, now) is not None:
+                return need
         self._asking_since_s = None
         absence = next(filter(None, [self._complaint_about(member, need, now) for member in view.members]), "")
         failure = self.failure(view)
@@ -119,8 +127,8 @@ class ViewChangePolicy:
                 return need
             need.delay_s = self._diagnosis.pause_s
         need.reason = failure or absence
-        need.reason = need.reason or self._departure(view) or self._desertion(view, need, now)
-        if not need.reason and (joiners := self._roster.joiners(view, now)):
+        need.reason = need.reason or self._departure(view, now) or self._desertion(view, need, now)
+        if not need.reason and joiners:
             need.reason = f"{', '.join(m.name for m in joiners)} would like to join"
             complete = len(view.members) + len(joiners) == self._rules.needed
             need.delay_s = 0.0 if complete else self._rules.settle_s
@@ -128,7 +136,7 @@ class ViewChangePolicy:
 
     def _ask(self, view: View, need: ViewChangeNeed, now: float) -> None:
         """Ask a cluster to admit this node; tell the user if that takes long."""
-        better = self.better(view)
+        better = self._asked(view, now)
         if self._asking_since_s is None:
             self._asking_since_s = now
         if now < self._asking_since_s + ASTRAY_S:
@@ -153,13 +161,13 @@ class ViewChangePolicy:
             need.look_again(peer.astray_since_s + ASTRAY_S)
         return ""
 
-    def _departure(self, view: View) -> str:
+    def _departure(self, view: View, now: float) -> str:
         """Return why this node, or all members, should leave the view."""
         if len(view.members) == 1:
             return ""
         if self.leaving:
             return f"{self._us.name} leaves"
-        return "" if self.better(view) is None else "a cluster that goes before ours is near"
+        return "" if self.better(view, now) is None else "a cluster that goes before ours is near"
 
     def needed(self, now: float) -> int:
         """Return the number of members with which work begins, as it applies now."""
@@ -442,7 +450,7 @@ class Proposer:
 
     def _successor(self, proposal: Proposal, now: float) -> View | None:
         view, roster = proposal.present, self._roster
-        if self._stance.better(view) is not None:
+        if self._stance.better(view, now) is not None:
             return dissolved(view, proposal.reason)
         reaches = {node: peer.status.reaches for node, peer in roster.peers.items()}
         answers: dict[str, Promise | Abstained] = {**proposal.promises, **proposal.abstained}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import msgspec
 
 from hcsim.cluster.messages import Status
@@ -57,6 +59,8 @@ class Roster:
         """Nodes that were readmitted at once since there was progress."""
         self._let_in_s: dict[str, float] = {}
         self._released: dict[str, Quarantine] = {}
+        self._unsuited: dict[str, Quarantine] = {}
+        """By lineage that this node could not work with: for how long it prefers others."""
         self._qualified: dict[str, tuple[str, int]] = {}
         """By node: the lineage that it can work with, and its boot when it passed the checks."""
 
@@ -111,6 +115,19 @@ class Roster:
 
     def qualify(self, node: str, lineage: str, boot: int) -> None:
         self._qualified[node] = lineage, boot
+
+    def disqualify(self, lineage: str, now: float) -> None:
+        """Record that this node cannot work with the members of that lineage, and asks others for a while: longer
+        each time in a row."""
+        self._unsuited[lineage] = Quarantine.after(self._unsuited.get(lineage), 0.0, now)
+
+    def suits(self, lineage: str) -> None:
+        """Record that this node can work with the members of that lineage after all."""
+        self._unsuited.pop(lineage, None)
+
+    def unsuited(self, now: float) -> tuple[str, ...]:
+        """Return the lineages with whose members this node could not work when it last checked them."""
+        return tuple(lineage for lineage, each in self._unsuited.items() if now < each.until_s)
 
     def decline(self, node: str, lineage: str, epoch: int) -> None:
         """Record that a node takes no part in a view that lists it as a member."""
@@ -225,9 +242,9 @@ class Roster:
                 return peer.status.reason
         return ""
 
-    def better(self, ours: View, *, waits: bool) -> Status | None:
+    def better(self, ours: View, without: Collection[str] = (), *, waits: bool) -> Status | None:
         """Return the visible cluster with precedence over this one, as a status of one of its nodes; `waits` says
-        whether this cluster cannot change.
+        whether this cluster cannot change. Instead of a cluster in `without`, by lineage, only one that works counts.
 
         Nodes that have yet to find their cluster again do not count for a cluster that works. Nor do nodes that
         are still in the view that this one branched from: the size that they report includes this side."""
@@ -237,6 +254,8 @@ class Roster:
             if not peer.suspected and not peer.status.leaving and peer.status.lineage != ours.lineage
             if not (ours.formed and peer.status.anew) and not _is_behind(peer.status, ours.lineage)
         ]
+        if any(status.lineage in without for status in others):
+            others = [status for status in others if status.formed and status.lineage not in without]
         best = min(others, key=lambda status: status.standing, default=None)
         us = standing(ours.lineage, len(ours.members), formed=ours.formed, waits=waits)
         return best if best is not None and best.standing < us else None

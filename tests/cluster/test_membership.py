@@ -28,6 +28,9 @@ class Machine:
         self.name = name or node
         self.boot = 0
         self.has_room = True
+        self.cannot_work_with = ""
+        self.failed: list[str] = []
+        """The lineages whose checks have failed."""
         self.disk: AcceptorState | None = None
         self.seen: list[View] = []
         self.start()
@@ -62,7 +65,10 @@ class Machine:
                 if isinstance(effect, SendMessage):
                     self.bench.mail.append((self.node, effect.to, effect.message))
                 elif isinstance(effect, CheckNewcomer):
-                    self.core.qualified(effect.lineage, self.bench.now)
+                    if self.cannot_work_with in self.core.to_qualify_with(effect.lineage):
+                        self.failed.append(effect.lineage)
+                    else:
+                        self.core.qualified(effect.lineage, self.bench.now)
                 elif isinstance(effect, AdoptView):
                     self.seen.append(effect.view)
                     self.bench.adopted(self, effect.view)
@@ -109,6 +115,9 @@ class Bench:
     def pass_time(self, seconds: float) -> None:
         self.now += seconds
         for machine in self.machines.values():
+            failed, machine.failed = machine.failed, []
+            for lineage in failed:
+                machine.core.disqualified(lineage, self.now)
             machine.core.tick(self.now)
             machine.drain()
 
@@ -301,6 +310,21 @@ def test_two_branches_that_one_proposer_decided_are_lineages_of_their_own():
     bench.heal(4)
     assert members(bench, "a") not in ("bc", "abcd")
     assert bench.machines["a"].core.view.lineage != branch.lineage
+
+
+def test_those_that_cannot_work_with_a_cluster_that_goes_before_theirs_come_together():
+    bench = formed(3, "any")
+    split(bench, "a", "b", "c")
+    first, *others = sorted("abc", key=lambda name: bench.machines[name].core.view.standing)
+    bench.machines[first].cannot_work_with = others[0]
+    for name in others:
+        bench.machines[name].cannot_work_with = first
+    bench.heal(20)
+    assert [sorted(members(bench, name)) for name in others] == [sorted(others)] * 2
+    for name in "abc":
+        bench.machines[name].cannot_work_with = ""
+    bench.heal(20)
+    assert [sorted(members(bench, name)) for name in "abc"] == [list("abc")] * 3
 
 
 @pytest.mark.parametrize(("quorum", "goes_on"), [("any", True), ("tiebreak", False)])

@@ -44,6 +44,7 @@ from hcsim.config import (
     LinkChange,
     Machine,
     Misbehave,
+    Misbehaviour,
     Node,
     Restart,
     Scenario,
@@ -73,6 +74,14 @@ ROUND_TRIPS = 10
 CONDITIONS = ("clock_jump", "clock_jump", "clock_drift", "link_change", "datagrams", "slow_disk", "throttle")
 EARLY = 0.3
 """The start of conditions, as a share of the start that an ordinary draw gives."""
+CULPRITS_WAYS: Sequence[Sequence[Misbehaviour]] = (
+    ("duplicate", "other_epoch", "old_epoch", "unasked"),
+    ("huge_operation", "huge_step", "huge_offset", "giant_total"),
+    ("raw_bytes", "short", "noise"),
+    ("wrong_signature",),
+)
+"""How a culprit misbehaves: frames of no operation, impossible headers, wrong contents, another operation than the
+others'. Each is recognised in another way, so each is drawn as often."""
 CULPRITS_KINDS = (*5 * ("misbehave",), "stuck_device", "blocked_port", "pause", "lid", "restart")
 
 
@@ -216,9 +225,13 @@ def culprit(draw: Draw, home: Scenario) -> list[FaultGroup]:
         group = tuple(draw_faults(draw, CULPRITS_KINDS, 1))
         if any(getattr(fault, "node", "") != name or getattr(fault, "how", "") == "lie" for fault in group):
             continue
-        group = tuple(replace(fault, to=None) if isinstance(fault, Misbehave) else fault for fault in group)
+        group = tuple(_to_all(draw, fault) if isinstance(fault, Misbehave) else fault for fault in group)
         groups.append(tuple(map(without_end, group)) if lasts else group)
     return groups
+
+
+def _to_all(draw: Draw, fault: Misbehave) -> Misbehave:
+    return replace(fault, how=draw.rng.choice(draw.rng.choice(CULPRITS_WAYS)), to=None)
 
 
 PATTERNS: Mapping[str, Pattern] = {

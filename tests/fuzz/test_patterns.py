@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import pairwise
+from typing import get_args
 
 import pytest
 
-from hcsim.config import ClockJump, Crash, Leave, Misbehave, Restart, Scenario, parse_scenario
+from hcsim.config import ClockJump, Crash, Leave, Misbehave, Misbehaviour, Restart, Scenario, parse_scenario
 from hcsim.config.schedule import Draw
 from hcsim.fuzz.generate import (
+    CULPRITS_WAYS,
     FORMING_S,
     LONE_KINDS,
     PATTERNS,
@@ -90,6 +92,13 @@ def test_a_culprit_is_the_only_one_at_fault_and_treats_all_others_alike():
         faults = flat(culprit(draw, HOME))
         assert len({getattr(fault, "node", None) for fault in faults} - {None}) == 1
         assert all(fault.to is None and fault.how != "lie" for fault in faults if isinstance(fault, Misbehave))
+
+
+def test_a_culprit_does_each_kind_of_harm_about_as_often():
+    ways = [fault.how for draw in draws() for fault in flat(culprit(draw, HOME)) if isinstance(fault, Misbehave)]
+    for alike in CULPRITS_WAYS:
+        assert len(ways) / 8 < sum(how in alike for how in ways) < len(ways) / 2
+    assert {how for alike in CULPRITS_WAYS for how in alike} == {*get_args(Misbehaviour)} - {"lie"}
 
 
 def test_a_time_server_sets_all_clocks_at_a_moment():

@@ -371,6 +371,7 @@ class Proposer:
         elif proposal.chosen is not None and proposal.accepted(source, self._absence(proposal.present)):
             self._proposal = None
             self.rounds["decided"] += 1
+            self.not_before_s = now + PATIENCE_S  # others begin the next view, perhaps without this node
             for node in dict.fromkeys((*proposal.present.nodes, *proposal.chosen.nodes)):
                 if node != self._us.node:
                     self._send(node, Decided(proposal.chosen), now)
@@ -460,6 +461,9 @@ class Proposer:
         staying = [m.node for m in view.members if m.node in well and answers[m.node].us == m]
         silent = [node for node in self._culprits(view, view.nodes, now) if node not in answers] if failed else []
         staying = [node for node in view.nodes if node in staying or node in silent]
+        culprits = self._culprits(view, staying, now) if failed else {}
+        if all(node in culprits for node in well):
+            culprits = {}  # nobody would be left to go on
         situation = ProposalInputs(
             proposal.ballot[0],
             {node: promise for node, promise in proposal.promises.items() if node in well},
@@ -469,7 +473,7 @@ class Proposer:
             reaches | {self._us.node: roster.reaches()},
             {node: peer.status.epoch for node, peer in roster.peers.items()},
             failed,
-            self._culprits(view, staying, now) if failed else {},
+            culprits,
             self._stance.needed(now),
             self._rules.quorum,
         )

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from hcsim.cluster.agreement import AcceptorState
-from hcsim.cluster.diagnosis import Accusation, ViewFailure
+from hcsim.cluster.diagnosis import Accusation, Findings, ViewFailure
 from hcsim.cluster.membership import AdoptView, CheckNewcomer, EndEpoch, Membership, SendMessage
 from hcsim.cluster.messages import ControlMessage
 from hcsim.cluster.view import ASTRAY_S, PATIENCE_S, Member, MembershipRules, View
@@ -325,6 +325,22 @@ def test_those_that_cannot_work_with_a_cluster_that_goes_before_theirs_come_toge
         bench.machines[name].cannot_work_with = ""
     bench.heal(20)
     assert [sorted(members(bench, name)) for name in "abc"] == [list("abc")] * 3
+
+
+def test_those_that_are_left_go_on_though_all_of_them_were_found_faulty():
+    bench = formed(4, "any")
+    for name, accused in ("aa", "bb", "dc"):
+        core = bench.machines[name].core
+        core.broken(core.view.epoch, ViewFailure("as a test", accusations=(Accusation(accused, "its device"),)), 0.0)
+        bench.machines[name].drain()
+    while any(isinstance(message, Findings) for _, _, message in bench.mail):
+        bench.deliver(0)
+    for name in "cd":
+        del bench.machines[name]
+        for other in "ab":
+            bench.suspect(other, name)
+    bench.heal(4)
+    assert members(bench, "a") == members(bench, "b") == "ab"
 
 
 @pytest.mark.parametrize(("quorum", "goes_on"), [("any", True), ("tiebreak", False)])

@@ -27,7 +27,8 @@ An accusation is an edge between two members, or three with a witness, and eithe
 with a broken network card accuses all others. So the excluded members are a smallest vertex cover of the edges;
 among equal covers, one of accused rather than of accusers, and of juniors rather than of seniors. Edges are
 kept until a view makes progress, so a member that fails with one peer after another is found although each time
-only one pair knows. A member that was excluded and since passed the checks with all others starts with no
+only one pair knows. Only what a member found about itself is withdrawn once it passes its own check: of two
+machines with a device that hung, one of them briefly, both would be at fault for good, and neither excluded. A member that was excluded and since passed the checks with all others starts with no
 edges: its former evidence was perhaps its own fault, and would exclude it along with the faulty members once it
 is readmitted.
 
@@ -236,6 +237,7 @@ class Diagnosis:
         """Record the results of this node's checks; return whether they are news."""
         if self.ours is None or self.ours.epoch != epoch or self.ours.checked:
             return False
+        self._accusations = tuple(each for each in self._accusations if each.node != self._us or each.witness)
         self._accuse(accusations)
         self.ours = msgspec.structs.replace(self.ours, checked=True, accusations=self._accusations)
         return True

@@ -204,6 +204,18 @@ def test_never_is_everybody_left_out() -> None:
     assert culprits(diagnosis(LATE, {"a": "its device is stuck"}, theirs)) == {}
 
 
+@pytest.mark.parametrize(("still", "blamed"), [(True, []), (False, ["b"])])
+def test_a_device_that_works_again_is_no_longer_held_against_its_machine(still: bool, blamed: list[str]) -> None:
+    """Of two machines only one stays stuck; while both are at fault, neither can be excluded."""
+    own = {"a": "its device is stuck"}
+    made = diagnosis(LATE, own, {})
+    made.entered()
+    made.failed(LINEAGE, EPOCH, LATE, 20.0)
+    made.checked(EPOCH, [Accusation(node, why) for node, why in own.items()] if still else [])
+    made.heard("b", found({"b": "its device is stuck"}), LINEAGE, EPOCH, 20.0)
+    assert [*made.culprits(LINEAGE, EPOCH, NODES[:2], 21.0)] == blamed
+
+
 def test_findings_of_another_view_say_nothing() -> None:
     made = diagnosis(LATE, {}, {node: found() for node in "bd"})
     made.heard("c", Findings(LINEAGE, EPOCH - 1, accusations=(Accusation("b", "long ago"),)), LINEAGE, EPOCH, 0.0)

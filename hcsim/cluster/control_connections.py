@@ -126,8 +126,9 @@ class ControlConnections:
             channel.limit(MESSAGE_LIMIT_BYTES)
             late = f"{address} did not say who it is within {HELLO_TIMEOUT_S:g} s"
             async with within(self._host.clock, HELLO_TIMEOUT_S, late):
-                theirs = _hello(await SCHEMA.ask(channel, self._owner.hello()), channel)
-            await self._introduce(channel, theirs, self._owner.status().us.node)
+                ours = self._owner.hello()
+                theirs = _hello(await SCHEMA.ask(channel, ours), channel)
+            await self._introduce(channel, theirs, ours, self._owner.status().us.node)
         except BaseException:
             await channel.close()
             raise
@@ -158,14 +159,14 @@ class ControlConnections:
                     await channel.close()
                     return
                 if not isinstance(first, ProbeRequest):
-                    theirs = _hello(first, channel)
-                    await SCHEMA.send(channel, self._owner.hello())
+                    theirs, ours = _hello(first, channel), self._owner.hello()
+                    await SCHEMA.send(channel, ours)
             self._strangers.known(channel)
             known = True
             if isinstance(first, ProbeRequest):
                 await self._owner.probed(channel)
                 return
-            await self._introduce(channel, theirs, theirs.status.us.node)
+            await self._introduce(channel, theirs, ours, theirs.status.us.node)
         except (HcsimError, TimeoutError) as error:
             self._owner.told(f"a call from {channel.peer} was not taken: {error or 'it said nothing'}")
             await channel.close()
@@ -176,8 +177,10 @@ class ControlConnections:
             if not known:
                 self._strangers.known(channel)
 
-    async def _introduce(self, channel: Channel, hello: NodeHello, dialler: str) -> None:
-        """Decide whether a channel becomes the connection to that node; if so, run it."""
+    async def _introduce(self, channel: Channel, hello: NodeHello, ours: NodeHello, dialler: str) -> None:
+        """Decide whether a channel becomes the connection to that node; if so, run it.
+
+        The status may have changed since the hello: what was sent meanwhile went to the connection before, if any."""
         us, theirs = self._owner.status().us, hello.status
         node = theirs.us.node
         if self._closed:
@@ -206,6 +209,8 @@ class ControlConnections:
             await old.channel.close()
         if self._lines.get(node) is line:
             self._host.spawn(self._run(line, node), name=f"line to {theirs.us.name}")
+            if (status := self._owner.status()) != ours.status:
+                line.put(HeartbeatMessage(0, status))
             self._owner.up(hello)
 
     async def _refuse(self, channel: Channel, reason: str, text: str) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 import pytest
+from msgspec.structs import replace
 
 from hcsim.cluster.agreement import AcceptorState
 from hcsim.cluster.diagnosis import ViewFailure
@@ -51,6 +52,15 @@ def test_a_node_that_comes_later_joins_without_ending_what_is_under_way():
     party.run(6)
     assert party.members("a") == [ABC, tuple("abcd")]
     assert not party.views["a"][-1].abrupt
+
+
+def test_a_node_that_comes_later_joins_long_before_the_next_heartbeat():
+    """Both dial each other: what a node says on the first connection is not lost when the second replaces it."""
+    party = Party(ABC, heartbeat=Heartbeat(PositiveSeconds(60.0), PositiveSeconds(240.0)))
+    party.config = replace(party.config, nodes=1)
+    party.late_s = {"a": 1.5}
+    party.run(5)
+    assert party.members("c")[-1] == ("b", "c", "a")
 
 
 def test_a_crashed_member_is_left_out_and_the_others_go_on():

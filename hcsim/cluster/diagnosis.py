@@ -23,14 +23,15 @@ ended well after the other began to wait, since its connection may have recovere
 excluded.
 4.  Elimination. If none of this identifies a member, members are excluded in turn until a view works.
 
-An accusation is an edge between two members, or three with a witness, and either end may be at fault: a machine
-with a broken network card accuses all others. So the excluded members are a smallest vertex cover of the edges;
-among equal covers, one of accused rather than of accusers, and of juniors rather than of seniors. Edges are
-kept until a view makes progress, so a member that fails with one peer after another is found although each time
-only one pair knows. Only what a member found about itself is withdrawn once it passes its own check: of two
-machines with a device that hung, one of them briefly, both would be at fault for good, and neither excluded. A member that was excluded and since passed the checks with all others starts with no
-edges: its former evidence was perhaps its own fault, and would exclude it along with the faulty members once it
-is readmitted.
+An accusation is an edge between two members, or three with a witness, and either end may be at fault: a
+machine with a broken network card accuses all others. So the excluded members are a smallest vertex cover of
+the edges; among equal covers, one of accused rather than of accusers, and of juniors rather than of seniors.
+Edges are kept until a view makes progress, so a member that fails with one peer after another is found
+although each time only one pair knows. Only what a member found about itself is withdrawn once it passes its
+own check: of two machines with a device that hung, one of them briefly, both would be at fault for good, and
+neither excluded. A member that was excluded and since passed the checks with all others starts with no edges:
+its former evidence was perhaps its own fault, and would exclude it along with the faulty members once it is
+readmitted.
 
 An excluded member is in quarantine, longer each time, and is then readmitted if it qualifies: see `Roster`.
 

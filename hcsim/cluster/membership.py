@@ -233,6 +233,8 @@ class Membership:
             self._fail(failure.reason)
             if failure.progressed:
                 self.roster.progressed()
+            elif len(view.members) == 1:
+                self.roster.pardon_all()
             else:
                 for node in self._tried_without:
                     self.roster.pardon(node)

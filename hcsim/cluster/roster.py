@@ -110,6 +110,10 @@ class Roster:
             self._pardoned[node] = None
             self._quarantined.pop(node, None)
 
+    def pardon_all(self) -> None:
+        """Lift all quarantines because this node does not get on alone either: no other one can make that worse."""
+        self._quarantined.clear()
+
     def progressed(self) -> None:
         self._pardoned.clear()
 

@@ -116,6 +116,8 @@ class ClusterNode:
         soon."""
         self._qualifying: asyncio.Task[None] | None = None
         """The task that checks whether this node can join; a new request replaces it."""
+        self._checking: asyncio.Task[None] | None = None
+        """The task that checks the members of a view that failed; the next view ends it."""
         self._lines = ControlConnections(host, self)
         self._ways = Routes(host, me.node, self._control_of)
         announcement = Announcement(me.node, me.name, me.namespace, me.boot, me.control)
@@ -441,9 +443,9 @@ class ClusterNode:
                 elif isinstance(effect, EndEpoch):
                     self._is_over(effect)
                 elif isinstance(effect, CheckMembers):
-                    self._host.spawn(
-                        self._check(self._membership.view, effect), name=f"check the members of {effect.epoch}"
-                    )
+                    self._stop_checking()
+                    check = self._check(self._membership.view, effect)
+                    self._checking = self._host.spawn(check, name=f"check the members of {effect.epoch}")
                 elif isinstance(effect, CheckNewcomer):
                     if self._qualifying is not None:
                         self._qualifying.cancel()
@@ -454,6 +456,11 @@ class ClusterNode:
                     self._tell(effect.reason)
         self._review.set()
         self._news.tell()
+
+    def _stop_checking(self) -> None:
+        """End the checks of a view that is over: where views fail quickly, their connections would add up."""
+        if self._checking is not None:
+            self._checking.cancel()
 
     async def _check(self, view: View, asked: CheckMembers) -> None:
         others = [member for member in view.members if member.node != self._us.node]
@@ -530,6 +537,7 @@ class ClusterNode:
         return "its disk takes longer than a heartbeat to write a record" if late else ""
 
     def _adopted(self, view: View) -> None:
+        self._stop_checking()
         self._waiting.clear()
         self._last_call.clear()
         self._figures.adopted(view)

@@ -204,6 +204,29 @@ def test_work_that_failed_gets_a_new_view_with_the_same_members():
 
 
 @pytest.mark.slow
+def test_the_checks_of_a_failed_view_end_with_it():
+    """Where views fail faster than members answer checks, the connections of all the checks would add up."""
+    party, ended_s = Party(ABC, (Crash(node="c", at_s=Seconds(2.0)),)), list[float]()
+
+    async def fail(node: ClusterNode) -> None:
+        async def check(peers: Sequence[tuple[str, float]]) -> tuple[str, list[str]]:
+            try:
+                await party.world.host("a").clock.sleep(60.0)
+            finally:
+                ended_s.append(party.world.loop.time())
+            return "", ["" for _ in peers]
+
+        node.check_with(check)
+        view = await node.view(-1)
+        await party.world.host("a").clock.sleep(1.9 - party.world.loop.time())
+        node.broken(view.epoch, ViewFailure("it took too long", late=True))
+
+    party.meanwhile["a"] = fail
+    party.run(20)
+    assert party.members("a") == [ABC, ("a", "b")]
+    assert ended_s == [party.when_s["a", party.views["a"][-1].epoch]]
+
+
 def test_members_whose_views_never_work_ask_for_others_less_and_less_often():
     party = Party(ABC)
 

@@ -59,7 +59,7 @@ def one_view_per_epoch(evidence: Evidence) -> Iterator[str]:
     faults = evidence.scenario.faults
     if any(isinstance(fault, Restart) and fault.state == "stale" for fault in faults):
         return
-    if any(isinstance(fault, Misbehave) and fault.how == "lie" for fault in faults):
+    if _lies(evidence):
         return
     views: dict[tuple[object, ...], object] = {}
     for _, _, host, lineage, epoch, previous, members in evidence.of_kind("view", 4):
@@ -68,6 +68,10 @@ def one_view_per_epoch(evidence: Evidence) -> Iterator[str]:
         after = (lineage, "after", previous)
         if "," in str(members) and views.setdefault(after, epoch) != epoch:
             yield f"{host} has epoch {epoch} after {previous}, others have {views[after]}"
+
+
+def _lies(evidence: Evidence) -> bool:
+    return any(isinstance(fault, Misbehave) and fault.how == "lie" for fault in evidence.scenario.faults)
 
 
 def epochs_never_go_back(evidence: Evidence) -> Iterator[str]:
@@ -241,6 +245,9 @@ def _was_stopped(result: BaseException) -> bool:
 _TOLD_VIEW = re.compile(r"view (\d+): ([^()]*) \((.*)\)", re.DOTALL)
 
 
+_ABOUT_VIEW = re.compile(r"view \d+: ")
+
+
 _LEFT_OUT = re.compile(r"\b([\w-]+) is left out\b")
 
 
@@ -358,10 +365,16 @@ def buffers_are_bounded(evidence: Evidence) -> Iterator[str]:
 
 
 def lines_are_bounded(evidence: Evidence) -> Iterator[str]:
-    """The number of status messages per minute is small enough to read."""
+    """The number of status messages per minute is small enough to read.
+
+    Messages about views are not counted where a member lies about views: it makes as many as it likes, all of which
+    take effect (see `cluster.agreement`)."""
+    lies = _lies(evidence)
     recent: dict[str, list[float]] = {}
     told: dict[str, None] = {}
     for said in evidence.said:
+        if lies and _ABOUT_VIEW.match(said.text):
+            continue
         times = recent.setdefault(said.host, [])
         times.append(said.time_s)
         while times[0] < said.time_s - 60:
@@ -443,33 +456,51 @@ def the_core_comes_to_the_end(evidence: Evidence) -> Iterator[str]:
 
     A machine whose replica differs from the others' ends with `Diverged`. This is the only sign of a machine
     that sends noise. Where any side of a split may go on, machines that ended during the split may hold
-    parameters of their own."""
+    parameters of their own. Otherwise a lineage has one side that goes on, so those that end in it end alike. A
+    machine of another lineage may have asked in vain to be admitted if a sick machine is in that one: it cannot
+    work with all its members, so it ends with its own parameters (see `cluster.proposer`)."""
     if evidence.excused:
         return
     phases, steps = evidence.phases, evidence.training.steps
     reports = {host: result for host, result in evidence.results.items() if isinstance(result, Report)}
     done = [host for host, report in reports.items() if report.steps == steps]
     together = [host for host in phases.untouched if host in done and not _ended_apart(host, evidence)]
-    digests = {reports[host].sha256: host for host in reversed(together)}
+    lineages: dict[str, list[str]] = {}
+    for host in together:
+        lineage, members = _last_view(host, evidence)
+        lineages.setdefault(lineage, []).append(host)
+        if not any(name in phases.sick for name in members):
+            lineages.setdefault("", []).append(host)
     if not any(host in phases.sick for host in done):
         for host in phases.untouched:
             if host not in (*done, *evidence.diverged):
                 yield f"{host} {_end_of(evidence.results.get(host), steps)}"
     if not any(host in _able(evidence) for host in done):
         yield "nobody of the core came to the end"
-    if len(digests) > 1:
-        yield f"{' and '.join(digests.values())} ended with unlike parameters"
+    unlike = [{reports[host].sha256: host for host in reversed(hosts)} for hosts in lineages.values()]
+    for names in dict.fromkeys(" and ".join(digests.values()) for digests in unlike if len(digests) > 1):
+        yield f"{names} ended with unlike parameters"
 
 
 def _ended_apart(host: str, evidence: Evidence) -> bool:
     """Return whether the host may have ended without all others in sight, where the quorum permits it: before the
     liveness phase, or in a view with a sick machine, which others of the core need not reach."""
-    phases, apart = evidence.phases, False
-    ended_s = max((time_s for time_s, who in evidence.left if who == host), default=evidence.limit_s)
-    for time_ns, _, who, _, _, _, members in evidence.of_kind("view", 4):
+    phases = evidence.phases
+    apart = any(name in phases.sick for name in _last_view(host, evidence)[1])
+    return evidence.cluster.quorum == "any" and (apart or _ended_s(host, evidence) < phases.liveness_s + GRACE_S)
+
+
+def _ended_s(host: str, evidence: Evidence) -> float:
+    return max((time_s for time_s, who in evidence.left if who == host), default=evidence.limit_s)
+
+
+def _last_view(host: str, evidence: Evidence) -> tuple[str, list[str]]:
+    """Return the lineage and the members of the view in which the host ended."""
+    ended_s, last = _ended_s(host, evidence), ("", list[str]())
+    for time_ns, _, who, lineage, _, _, members in evidence.of_kind("view", 4):
         if who == host and int(time_ns) / 1e9 <= ended_s:
-            apart = any(name.partition("#")[0] in phases.sick for name in str(members).split(","))
-    return evidence.cluster.quorum == "any" and (apart or ended_s < phases.liveness_s + GRACE_S)
+            last = str(lineage), [name.partition("#")[0] for name in str(members).split(",")]
+    return last
 
 
 def _able(evidence: Evidence) -> Sequence[str]:

@@ -41,7 +41,9 @@ from liveness: members wait, and safety must still hold.
 Where any side of a split may go on (`quorum = "any"`, see docs/howto/cluster.md), machines of the core must
 end with the same parameters if they end after that moment and without a sick machine in their last view:
 they see each other, so they are one cluster or ask to be. A machine that ended earlier, or with a machine
-that others do not reach, may hold parameters of its own.
+that others do not reach, may hold parameters of its own. With another quorum a lineage has one side that goes
+on, and machines that end in it end alike. But machines that begin alone are lineages of their own until they
+are admitted, and one that cannot work with a sick member of the others' view is not.
 
 The time limit follows from the configuration. Each admission of a live sick member costs a view: until a
 deadline passes (`timeout`, or the heartbeats'), until all members have reported the results of their

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from hcsim.config import Cluster, Crash, Pause, Scenario, Training, parse_scenario
+from hcsim.config import Cluster, Crash, Misbehave, Pause, Scenario, Training, parse_scenario
 from hcsim.fuzz.evidence import Evidence, HostMessage, StepRecord
 from hcsim.fuzz.invariants import INVARIANTS, breaches
 from hcsim.fuzz.phases import phases_of
@@ -177,6 +177,34 @@ def test_only_where_any_side_may_go_on_may_those_out_of_sight_end_apart(
     left = [(ended_s, name) for name in "abc"]
     found = breaches(evidence(scenario=scenario, results=results(b=report(sha256="bb")), left=left))
     assert ("the_core_comes_to_the_end" in [breach.invariant for breach in found]) == broken
+
+
+@pytest.mark.parametrize(
+    ("lineage", "fault", "broken"),
+    [
+        ("M", Pause(Seconds(1), "c"), False),
+        ("L", Pause(Seconds(1), "c"), True),
+        ("M", Pause(Seconds(1), "c", PositiveSeconds(0.1)), True),
+    ],
+    ids=["asks members of which one is sick", "is one of them", "asks members that are well"],
+)
+def test_one_that_was_never_admitted_may_end_apart_if_it_cannot_work_with_a_sick_member(
+    lineage: str, fault: Pause, broken: bool
+) -> None:
+    alone = (1, "view", "b", lineage, 2, 1, "b#2")
+    found = breaches(evidence(alone, scenario=home(fault), results=results(b=report(sha256="bb"))))
+    assert ("the_core_comes_to_the_end" in [breach.invariant for breach in found]) == broken
+
+
+@pytest.mark.parametrize(("how", "broken"), [("lie", []), ("noise", ["lines_are_bounded"])])
+def test_who_lies_about_views_makes_as_many_messages_about_them(how: str, broken: list[str]) -> None:
+    lines = said(*(f"view {number}: a, b, c (c joined)" for number in range(2, 200)))
+    liar = Misbehave(Seconds(1), "c", how, duration_s=PositiveSeconds(1))  # type: ignore[arg-type]
+    found = breaches(evidence(scenario=home(liar), said=lines))
+    assert [breach.invariant for breach in found] == broken
+    flood = said(*(f"mac-{number} was not reached" for number in range(200)))
+    found = breaches(evidence(scenario=home(liar), said=flood))
+    assert [breach.invariant for breach in found] == ["lines_are_bounded"]
 
 
 def goes_back(*forgets: tuple[Any, ...]) -> Evidence:

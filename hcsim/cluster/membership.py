@@ -233,7 +233,7 @@ class Membership:
             self._fail(failure.reason)
             if failure.progressed:
                 self.roster.progressed()
-            elif len(view.members) == 1:
+            elif len(view.members) == 1 and not self._tried_without:  # for the second time in a row
                 self.roster.pardon_all()
             else:
                 for node in self._tried_without:

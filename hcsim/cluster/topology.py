@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 AS_FAST = 0.9
 """Routes that reach this share of the fastest one's bandwidth count as equally fast."""
-NOT_PROBED = (Medium.LOOPBACK,)
+NOT_PROBED = (Medium.LOOPBACK, Medium.VIRTUAL)
 
 
 class TopologyNode(msgspec.Struct, frozen=True):
@@ -182,6 +182,7 @@ _COLOURS = {
     Medium.WIFI: "#ff7f00",
     Medium.TUNNEL: "#b15928",
     Medium.UNKNOWN: "#7f7f7f",
+    Medium.VIRTUAL: "#7f7f7f",
 }
 _LABELLED_UP_TO = 6
 """With more nodes there is no room for a label beside each line."""

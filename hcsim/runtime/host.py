@@ -196,6 +196,8 @@ class Medium(Enum):
     TUNNEL = "tunnel"
     """A VPN, or another interface on top of one of the others."""
     UNKNOWN = "unknown"
+    VIRTUAL = "virtual"
+    """A network of virtual machines or containers within the machine, which no other machine reaches."""
 
 
 class Interface(msgspec.Struct, frozen=True):

@@ -52,6 +52,14 @@ class PeerRefused(ChannelError):
     """There is no listener, or the peer answered with a refusal."""
 
 
+class WrongPeer(PeerRefused):
+    """Another node than the wanted one answers at this address; `identity` is the id that it has proved."""
+
+    def __init__(self, message: str, peer: str = "", identity: str = "") -> None:
+        super().__init__(message, peer)
+        self.identity = identity
+
+
 class GradientsRefused(PeerRefused):
     """The parameter server accepted none of a worker's last gradients: the server is faulty, or the worker is."""
 

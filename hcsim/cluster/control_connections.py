@@ -22,7 +22,7 @@ from hcsim.cluster.messages import (
     StatusReply,
     StatusRequest,
 )
-from hcsim.errors import ChannelError, HcsimError, PeerRefused, RemoteProtocolError
+from hcsim.errors import ChannelError, HcsimError, PeerRefused, RemoteProtocolError, WrongPeer
 from hcsim.runtime.channel import Channel, Listener
 from hcsim.runtime.clock import within
 from hcsim.runtime.host import Host
@@ -119,9 +119,20 @@ class ControlConnections:
         finally:
             await listener.close()
 
-    async def dial(self, address: str, timeout_s: float) -> str:
-        """Connect to a node. Return its id once it is connected (or is this node); raise an error if it cannot be."""
-        channel = await self._host.connect(address, timeout_s=timeout_s)
+    async def dial(self, address: str, timeout_s: float, node: str = "") -> str:
+        """Connect to that node, or to the one at that address. Return its id once it is connected (or is this node);
+        raise an error if it cannot be."""
+        us = self._owner.status().us.node
+
+        def is_peer(identity: str) -> bool:
+            return identity == node if node else identity != us
+
+        try:
+            channel = await self._host.connect(address, timeout_s=timeout_s, is_peer=is_peer)
+        except WrongPeer as error:
+            if error.identity != us:
+                raise
+            return us
         try:
             channel.limit(MESSAGE_LIMIT_BYTES)
             late = f"{address} did not say who it is within {HELLO_TIMEOUT_S:g} s"

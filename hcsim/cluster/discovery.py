@@ -26,15 +26,16 @@ from typing import Any, NamedTuple, TypeAlias
 import msgspec
 
 from hcsim.config.cluster import Cluster
-from hcsim.errors import AdmissionRefused, ConfigError, HcsimError
+from hcsim.errors import AdmissionRefused, ConfigError, HcsimError, WrongPeer
 from hcsim.identity.trust_list import OTHER_CLUSTER
 from hcsim.runtime.address import address_at, hosts_of, with_port
 from hcsim.runtime.clock import TokenBucket
 from hcsim.runtime.host import Host, Service
 from hcsim.transport.admission_queue import one_line
 
-Dial: TypeAlias = Callable[[str, float], Awaitable[str]]
-"""Call an address, with this timeout; return the id of the node that answered."""
+Dial: TypeAlias = Callable[[str, float, str], Awaitable[str]]
+"""Call an address, with this timeout, to reach the node with this id (empty: any other one); return the id of the node
+that answered."""
 
 MOST_CANDIDATES = 64
 """The maximum number of announced addresses that are kept without an authenticated node."""
@@ -360,7 +361,12 @@ class Discovery:
                 crowded = self._candidates.are_waiting and not known
                 timeout_s = self._config.connection_timeout_s
                 try:
-                    answered = await self._dial(address, min(timeout_s, CROWDED_TIMEOUT_S) if crowded else timeout_s)
+                    limit_s = min(timeout_s, CROWDED_TIMEOUT_S) if crowded else timeout_s
+                    answered = await self._dial(address, limit_s, node)
+                except WrongPeer as error:
+                    self._candidates.remove(candidate)  # what was announced there is not there
+                    self._host.trace("not reached", address, str(error))
+                    return
                 except HcsimError as error:
                     failure = error
                     self._host.trace("not reached", address, str(error))
@@ -400,11 +406,16 @@ class Discovery:
                 if key not in self._wanted or self._here(key):
                     return
                 try:
-                    node = await self._dial(self._wanted[key], self._config.connection_timeout_s)
+                    expected = "" if key in self._peers else key
+                    node = await self._dial(self._wanted[key], self._config.connection_timeout_s, expected)
                     if node == self._us.node or (node != key and key not in self._peers):
                         self._wanted.pop(key, None)  # we ourselves, or somebody else than was announced there
                         return
                     self._nodes[key] = node
+                except WrongPeer as error:
+                    self._wanted.pop(key, None)
+                    self._host.trace("not reached", key, str(error))
+                    return
                 except HcsimError as error:
                     failure = error
                     self._host.trace("not reached", self._wanted.get(key, key), str(error))

@@ -420,7 +420,7 @@ class ClusterNode:
             if self._on_line(node):
                 return
             try:
-                await self._lines.dial(peer.status.control, timeout_s)
+                await self._lines.dial(peer.status.control, timeout_s, node)
             except PeerRefused as error:
                 self._pulses[node].refused(str(error))
                 self._look()

@@ -351,7 +351,7 @@ class Routes:
         channels: list[Channel] = []
         try:
             # One after the other, addresses that do not answer would take a second each.
-            calls = await asyncio.gather(*(self._call(address, channels) for _, _, address in places))
+            calls = await asyncio.gather(*(self._call(address, member.node, channels) for member, _, address in places))
             for member in unknown:
                 hosts = [host for place, host, _ in places if place is member]
                 theirs = [call for (place, *_), call in zip(places, calls, strict=True) if place is member]
@@ -404,11 +404,13 @@ class Routes:
         first = [host for host in reached if host in hosts]
         return address_at([*first, *(host for host in hosts if host not in first)], port) if first else member.address
 
-    async def _call(self, address: str, channels: list[Channel]) -> Channel | None:
-        """Open a channel for a measurement and add it to the list of channels to close; return None if there is no
-        answer."""
+    async def _call(self, address: str, node: str, channels: list[Channel]) -> Channel | None:
+        """Open a channel to that node for a measurement and add it to the list of channels to close; return None if
+        there is no answer, or another node's."""
         try:
-            channel = await self._host.connect(address, timeout_s=CALL_TIMEOUT_S)
+            channel = await self._host.connect(
+                address, timeout_s=CALL_TIMEOUT_S, is_peer=lambda identity: identity == node
+            )
             channels.append(channel)
             await messages.SCHEMA.send(channel, messages.ProbeRequest())
         except HcsimError:

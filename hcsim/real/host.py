@@ -34,20 +34,20 @@ from weakref import WeakSet
 import msgspec
 
 from hcsim import rng
-from hcsim.errors import ChannelError, ConfigError, DeadlineExceeded, PeerRefused
+from hcsim.errors import ChannelError, ConfigError, DeadlineExceeded, PeerRefused, WrongPeer
 from hcsim.real.hardware import FileStore, MemoryStore, RealClock, RealDevice
 from hcsim.real.interfaces import list_interfaces
 from hcsim.real.listener import StreamListener, listening_socket
 from hcsim.real.shm.rendezvous import Rendezvous
 from hcsim.real.shm.rendezvous import dial as dial_shared
 from hcsim.real.shm.stream import is_possible as can_share_memory
-from hcsim.real.sockets import is_distrust, translated
+from hcsim.real.sockets import AnotherNode, Closable, is_distrust, is_final, translated
 from hcsim.real.stream_channel import StreamChannel
 from hcsim.real.tcp import TcpStream, TlsStream, tune
 from hcsim.real.tls import ClusterTls, Tls, TlsFiles
 from hcsim.runtime.address import TCP, Target, join_address, parse
 from hcsim.runtime.channel import Channel, Listener
-from hcsim.runtime.host import CONNECT_TIMEOUT_S, Device, Interface
+from hcsim.runtime.host import CONNECT_TIMEOUT_S, Device, Interface, PeerCheck
 from hcsim.telemetry.metrics import HostMetrics
 from hcsim.telemetry.trace import Trace
 
@@ -59,6 +59,7 @@ _FIRST_RETRY_S = 0.02
 _SLOWEST_RETRY_S = 1.0
 NEXT_PLACE_S = 1.0
 """How long one of a machine's addresses may take to answer before the next is tried beside it."""
+_MOST_ELSEWHERE = 64
 _EVERYWHERE, _EVERYWHERE_V6 = ("0.0.0.0",), ("::",)
 DialTarget: TypeAlias = tuple[int, Any]
 """The family and address of a socket."""
@@ -103,8 +104,14 @@ class HappyEyeballs:
 
     @property
     def hopeless(self) -> bool:
-        """Whether the last attempt at every address failed because a certificate was rejected."""
-        return all(error is not None and is_distrust(error) for error in self._failures.values())
+        """Whether the last attempt at every address failed for good: a certificate was rejected, or another node
+        answered."""
+        return all(map(is_final, self._failures.values()))
+
+    @property
+    def elsewhere(self) -> dict[DialTarget, str]:
+        """The addresses at which another node answered, with its identity."""
+        return {place: error.identity for place, error in self._failures.items() if isinstance(error, AnotherNode)}
 
     async def round(self, places: list[DialTarget], next_place_s: float) -> Channel:
         """Start an attempt at each address without a running one: the next after a failure or after that time.
@@ -114,7 +121,7 @@ class HappyEyeballs:
         for place in self._failures:
             if len(self._failures) == 1 and not self._running:
                 return await self._alone(place)
-            if place not in self._running:
+            if place not in self._running and not isinstance(self._failures[place], AnotherNode):
                 self._running[place] = asyncio.create_task(self._attempt(place), name=f"connect to {place[1][0]}")
                 if (channel := await self.wait(next_place_s)) is not None:
                     return channel
@@ -185,6 +192,8 @@ class RealHost:
         self._listeners: list[Listener] = []
         self._answered: dict[str, DialTarget] = {}
         """The address that last answered, for a machine with several addresses."""
+        self._elsewhere: dict[str, dict[DialTarget, str]] = {}
+        """By address: its hosts that lead to other nodes than the wanted one, as long as another of them answers."""
         self._on_refused = on_refused
         self._tls = Tls(options.tls) if options.tls else None
         self._shares_memory = options.shared_memory and can_share_memory()
@@ -242,11 +251,16 @@ class RealHost:
         self._listeners.append(listener)
         return listener
 
-    async def connect(self, address: str, *, timeout_s: float = CONNECT_TIMEOUT_S) -> Channel:
-        """Open a channel; see `Host.connect`. Fails at once if the TLS certificates are rejected at every address."""
+    async def connect(
+        self, address: str, *, timeout_s: float = CONNECT_TIMEOUT_S, is_peer: PeerCheck | None = None
+    ) -> Channel:
+        """Open a channel; see `Host.connect`. Fails at once if the TLS certificates are rejected at every address.
+
+        Only the certificates of a cluster's members prove an identity."""
         target = parse(address)
         until_s = self._clock.elapsed() + timeout_s
-        race = HappyEyeballs(lambda place: self._dial(target, place, until_s))
+        wanted = is_peer if isinstance(self._options.tls, ClusterTls) else None
+        race = HappyEyeballs(lambda place: self._dial(target, place, until_s, wanted))
         failure: OSError | None = None
         try:
             async with asyncio.timeout(timeout_s), race:
@@ -254,23 +268,28 @@ class RealHost:
                 channel: Channel | None = None
                 while channel is None:
                     try:
-                        channel = await self._round(target, race)
+                        channel = await self._round(target, race, wanted)
                     except OSError as error:
                         failure = error
-                        if is_distrust(error) and race.hopeless:
+                        if is_final(error) and race.hopeless:
                             self._connected("refused")
                             raise translated(error, address) from error
                         channel = await race.wait(delay_s * draw.uniform(0.5, 1.0))
                         delay_s = min(2 * delay_s, _SLOWEST_RETRY_S)
         except TimeoutError:
+            self._elsewhere.pop(address, None)  # perhaps addresses have changed
             failure = race.distrust or failure
             reason = translated(failure, address) if failure else None
             self._connected("refused" if isinstance(reason, PeerRefused) else "unanswered")
-            if isinstance(reason, PeerRefused):
+            if isinstance(reason, PeerRefused) and not isinstance(reason, WrongPeer):
                 raise PeerRefused(f"{reason} (tried for {timeout_s:.3g} s)", address) from None
             why = f": {reason}" if reason else ""
             raise DeadlineExceeded(f"{address} did not answer within {timeout_s:.3g} s{why}") from None
         self._connected("opened")
+        if race.elsewhere:
+            self._elsewhere.setdefault(address, {}).update(race.elsewhere)
+            if len(self._elsewhere) > _MOST_ELSEWHERE:
+                del self._elsewhere[next(iter(self._elsewhere))]
         if isinstance(channel, StreamChannel):
             self._channels.add(channel)
         return channel
@@ -345,32 +364,37 @@ class RealHost:
     def _tell_channels(self) -> None:
         self.metrics.gauge("hcsim_channels_open").set(sum(channel.is_open for channel in self._channels))
 
-    async def _round(self, target: Target, race: HappyEyeballs) -> Channel:
-        """Attempt every address that the names resolve to, the one that answered last first."""
+    async def _round(self, target: Target, race: HappyEyeballs, wanted: PeerCheck | None) -> Channel:
+        """Attempt every address that the names resolve to, the one that answered last first; those that led to other
+        nodes only if there is none besides."""
         places = await self._resolve(target)
         if target.scheme != TCP:
             return await _dial_by(target, self._options.tls)
         places.sort(key=lambda place: place != self._answered.get(target.text))
+        if wanted is not None and (elsewhere := self._elsewhere.get(target.text)):
+            places = [place for place in places if place not in elsewhere or wanted(elsewhere[place])] or places
         return await race.round(places, NEXT_PLACE_S)
 
-    async def _dial(self, target: Target, place: DialTarget, until_s: float) -> StreamChannel:
+    async def _dial(self, target: Target, place: DialTarget, until_s: float, wanted: PeerCheck | None) -> StreamChannel:
         """Make one attempt at one address: through shared memory where that is possible, otherwise by TCP."""
         family, sockaddr = place
         peer = target.text if len(target.hosts) == 1 else join_address(sockaddr)
         if self._shares_memory:
             half_s = (until_s - self._clock.elapsed()) / 2  # TCP, which asks only the kernel, gets the other
             if (met := await dial_shared(sockaddr, half_s, self._tls)) is not None:
+                _check(met.identity, wanted, met.stream)
                 return StreamChannel(met.stream, peer, met.identity, met.binding)
-        channel = await self._dial_tcp(family, sockaddr, peer)
+        channel = await self._dial_tcp(family, sockaddr, peer, wanted)
         self._answered[target.text] = place
         return channel
 
-    async def _dial_tcp(self, family: int, sockaddr: Any, peer: str) -> StreamChannel:
+    async def _dial_tcp(self, family: int, sockaddr: Any, peer: str, wanted: PeerCheck | None) -> StreamChannel:
         """Open a TCP channel to that address, with TLS if the options have it."""
         sock = await _connected_socket(family, sockaddr)
         if self._tls is None:
             return StreamChannel(TcpStream(sock), peer)
         secured = await self._tls.handshake(sock, server_side=False)
+        _check(secured.identity, wanted, secured.sock)
         return StreamChannel(TlsStream(secured.sock), peer, secured.identity, secured.binding)
 
     async def _resolve(self, target: Target) -> list[DialTarget]:
@@ -390,6 +414,13 @@ class RealHost:
             for *_, sockaddr in found:
                 check_loopback(sockaddr[0])
         return [(family, sockaddr) for family, _, _, _, sockaddr in found]
+
+
+def _check(identity: str, wanted: PeerCheck | None, stream: Closable) -> None:
+    """Close the stream and raise `AnotherNode` if the node at its other end is not the wanted one."""
+    if wanted is not None and not wanted(identity):
+        stream.close()
+        raise AnotherNode(identity)
 
 
 def check_loopback(ip: str) -> None:

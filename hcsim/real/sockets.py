@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Protocol
 from weakref import WeakSet
 
-from hcsim.errors import ChannelBroken, ChannelError, PeerRefused, RemoteProtocolError
+from hcsim.errors import ChannelBroken, ChannelError, PeerRefused, RemoteProtocolError, WrongPeer
 
 _RECORD_STARTS = {
     b"\x15\x03": "expects TLS, and we spoke plaintext to it",
@@ -64,8 +64,18 @@ class HandshakeCut(ConnectionResetError):
         """Whether the peer had dialled, and so knew that this end expects TLS."""
 
 
+class AnotherNode(ConnectionError):
+    """The node that answered has proved that it is not the wanted one."""
+
+    def __init__(self, identity: str) -> None:
+        super().__init__()
+        self.identity = identity
+
+
 def translated(error: OSError, peer: str) -> ChannelError:
     """Return the `ChannelError` that an error of the operating system or of OpenSSL means for the channel to `peer`."""
+    if isinstance(error, AnotherNode):
+        return WrongPeer(f"another node answers at {peer}: {error.identity}", peer, error.identity)
     if isinstance(error, ssl.SSLError):
         return _tls_failure(error, peer)
     if isinstance(error, HandshakeCut):
@@ -76,6 +86,11 @@ def translated(error: OSError, peer: str) -> ChannelError:
     if isinstance(error, ConnectionResetError | BrokenPipeError):
         return ChannelBroken(f"{peer} reset the connection", peer)
     return ChannelBroken(f"the connection to {peer} failed: {error.strerror or str(error) or 'no answer'}", peer)
+
+
+def is_final(error: OSError | None) -> bool:
+    """Return whether further attempts at the same place are useless."""
+    return error is not None and (isinstance(error, AnotherNode) or is_distrust(error))
 
 
 def is_distrust(error: OSError) -> bool:

@@ -11,7 +11,7 @@ import random
 import zlib
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
 from enum import Enum
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeAlias, TypeVar
 
 import msgspec
 
@@ -21,6 +21,8 @@ from hcsim.runtime.clock import Clock
 
 T = TypeVar("T")
 CONNECT_TIMEOUT_S = 5.0
+PeerCheck: TypeAlias = Callable[[str], bool]
+"""Returns whether a node with this id is the wanted peer."""
 _MARK = b"hcsim record 1\n"
 _CRC_BYTES = 4
 
@@ -246,10 +248,16 @@ class Host(Protocol):
     async def listen(self, address: str) -> Listener:
         """Listen for channels at `host:port` (port 0: any free one)."""
 
-    async def connect(self, address: str, *, timeout_s: float = CONNECT_TIMEOUT_S) -> Channel:
+    async def connect(
+        self, address: str, *, timeout_s: float = CONNECT_TIMEOUT_S, is_peer: PeerCheck | None = None
+    ) -> Channel:
         """Open a channel; retry with backoff until the deadline.
 
-        Raise `PeerRefused` if connections were refused until the end, `DeadlineExceeded` if there was no answer."""
+        Raise `PeerRefused` if connections were refused until the end, `DeadlineExceeded` if there was no answer.
+
+        With `is_peer`, hosts of the address where another node proves its identity are left out: the address of a
+        virtual machine's network leads every machine to itself. Raise `WrongPeer` at once if they all are.
+        Hosts that do not know the peer's identity ignore `is_peer`."""
 
     def spawn(
         self, work: Coroutine[Any, Any, Any], *, name: str, over: Callable[[asyncio.Task[Any]], None] | None = None

@@ -30,6 +30,7 @@ from hcsim.errors import (
     ChannelError,
     DeadlineExceeded,
     RemoteProtocolError,
+    WrongPeer,
 )
 from hcsim.identity.handshake import (
     MAX_LIST_BYTES,
@@ -44,7 +45,7 @@ from hcsim.identity.handshake import (
 from hcsim.identity.trust_list import RefusalReason, told
 from hcsim.runtime.channel import Channel, Listener, Phantom
 from hcsim.runtime.frame import Header, Kind
-from hcsim.runtime.host import CONNECT_TIMEOUT_S, Host, Lan, Store
+from hcsim.runtime.host import CONNECT_TIMEOUT_S, Host, Lan, PeerCheck, Store
 from hcsim.transport.admission_queue import AdmissionQueue, FailureBackoff
 
 ADMISSION_TIMEOUT_S = 5.0
@@ -141,7 +142,9 @@ class AdmittedHost:
     async def listen(self, address: str) -> AdmittedListener:
         return AdmittedListener(self._host, await self._host.listen(address), self._doorkeeper)
 
-    async def connect(self, address: str, *, timeout_s: float = CONNECT_TIMEOUT_S) -> AdmittedChannel:
+    async def connect(
+        self, address: str, *, timeout_s: float = CONNECT_TIMEOUT_S, is_peer: PeerCheck | None = None
+    ) -> AdmittedChannel:
         """Open a channel to a member; see `Host.connect`.
 
         Raises `AdmissionRefused` if the peer is not a member of the same cluster."""
@@ -153,10 +156,15 @@ class AdmittedHost:
         while True:
             left_s = max(0.0, timeout_s - (clock.elapsed() - started_s))
             try:
-                channel = await self._host.connect(address, timeout_s=left_s)
+                channel = await self._host.connect(address, timeout_s=left_s, is_peer=is_peer)
                 left_s = max(0.0, timeout_s - (clock.elapsed() - started_s))
                 async with clock.timeout(left_s):
-                    return await self._doorkeeper.call(channel)
+                    admitted = await self._doorkeeper.call(channel)
+                if is_peer is None or is_peer(admitted.identity):
+                    return admitted
+                await admitted.close()
+                text = f"another node answers at {address}: {admitted.identity}"
+                raise WrongPeer(text, channel.peer, admitted.identity)
             except AdmissionRefused as error:
                 if error.reason not in _NOT_NOW:
                     raise

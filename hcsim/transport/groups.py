@@ -24,7 +24,7 @@ import msgspec
 from hcsim.errors import ChannelError, HcsimError, RemoteProtocolError, UsageError
 from hcsim.runtime.channel import EMPTY, Channel, Listener, Phantom
 from hcsim.runtime.frame import Header, Kind, decode_message
-from hcsim.runtime.host import Host, Work
+from hcsim.runtime.host import Host, PeerCheck, Work
 from hcsim.transport.admission_queue import AdmissionQueue, RefusalLog
 
 HELLO_LIMIT_BYTES = 4096
@@ -68,6 +68,10 @@ class GroupMembership(msgspec.Struct, frozen=True):
     @property
     def world(self) -> int:
         return len(self.addresses)
+
+    def is_rank(self, rank: int) -> PeerCheck | None:
+        """Return a check for the node of a rank; None if ranks are not authenticated."""
+        return (lambda identity: identity == self.identities[rank]) if self.identities else None
 
     def is_impostor(self, rank: int, channel: Channel) -> bool:
         """Return whether the peer is not the node that this rank should be."""

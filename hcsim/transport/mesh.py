@@ -27,6 +27,7 @@ from hcsim.errors import (
     PeerRefused,
     RemoteProtocolError,
     UsageError,
+    WrongPeer,
 )
 from hcsim.runtime.channel import Channel, Listener
 from hcsim.runtime.clock import fail_future, within
@@ -323,21 +324,28 @@ class Mesh:
         late = f"rank {rank} did not answer within {self.us.wire.connect_timeout_s:g} s"
         while True:
             # It has its own deadline, and says why nobody could be reached.
-            channel = await self.host.connect(self.dialled[rank], timeout_s=max(0.0, until_s - clock.elapsed()))
+            left_s = max(0.0, until_s - clock.elapsed())
+            try:
+                channel = await self.host.connect(self.dialled[rank], timeout_s=left_s, is_peer=self.us.is_rank(rank))
+            except WrongPeer as error:
+                raise self._impostor(rank, error.identity, error.peer) from None
             async with within(clock, max(0.0, until_s - clock.elapsed()), late):
                 if await self._is_taken_in(channel, rank, stripe):
                     return channel
                 await clock.sleep(backoff_s)
             backoff_s = min(2 * backoff_s, LAST_BACKOFF_S)
 
+    def _impostor(self, rank: int, identity: str, peer: str) -> PeerRefused:
+        proved = f"proved to be node {identity}" if identity else "proved nothing"
+        expected = f"should be rank {rank}, node {self.us.identities[rank]}"
+        return PeerRefused(f"{self.us.addresses[rank]} {expected}, but {proved}", peer)
+
     async def _is_taken_in(self, channel: Channel, rank: int, stripe: int) -> bool:
         """Exchange hellos on a new channel; close it unless the peer accepts."""
         us = self.us
         try:
             if us.is_impostor(rank, channel):
-                proved = f"proved to be node {channel.identity}" if channel.identity else "proved nothing"
-                expected = f"should be rank {rank}, node {us.identities[rank]}"
-                raise PeerRefused(f"{us.addresses[rank]} {expected}, but {proved}", channel.peer)
+                raise self._impostor(rank, channel.identity, channel.peer)
             await say_hello(channel, us, stripe)
             channel.limit(HELLO_LIMIT_BYTES)
             kind, data = await hear(channel)

@@ -14,7 +14,7 @@ from hcsim.config import Machine, Scenario
 from hcsim.errors import ChannelClosed, ConfigError, DeadlineExceeded, PeerRefused, UsageError
 from hcsim.rng import stream as random_stream
 from hcsim.runtime.address import hosts_of
-from hcsim.runtime.host import CONNECT_TIMEOUT_S, Interface
+from hcsim.runtime.host import CONNECT_TIMEOUT_S, Interface, PeerCheck
 from hcsim.telemetry.metrics import HostMetrics
 from hcsim.telemetry.trace import Trace
 from hcsim.virtual.channel import ChannelHost, VirtualChannel
@@ -154,7 +154,10 @@ class VirtualHost:
         listener = self._listeners[port] = VirtualListener(self, port)
         return listener
 
-    async def connect(self, address: str, *, timeout_s: float = CONNECT_TIMEOUT_S) -> VirtualChannel:
+    async def connect(
+        self, address: str, *, timeout_s: float = CONNECT_TIMEOUT_S, is_peer: PeerCheck | None = None
+    ) -> VirtualChannel:
+        """See `runtime.host.Host.connect`. Names lead to their host, so `is_peer` is ignored."""
         places, port = hosts_of(address)
         name = places[0].partition("%")[0]
         for place in places:

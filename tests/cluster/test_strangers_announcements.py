@@ -20,7 +20,7 @@ from hcsim.cluster.discovery import (
     place_of,
 )
 from hcsim.config import Cluster, Restart
-from hcsim.errors import ChannelBroken, DeadlineExceeded
+from hcsim.errors import ChannelBroken, DeadlineExceeded, WrongPeer
 from hcsim.runtime.address import hosts_of
 from hcsim.runtime.clock import TokenBucket
 from hcsim.runtime.host import Service, Sighting
@@ -51,7 +51,7 @@ class Alone:
         self.here: dict[str, None] = {}
         self.told: list[str] = []
 
-    async def dial(self, address: str, timeout_s: float) -> str:
+    async def dial(self, address: str, timeout_s: float, node: str) -> str:
         clock = self.world.host("a").clock
         self.dials.append((clock.elapsed(), address))
         self.open += 1
@@ -61,6 +61,8 @@ class Alone:
                 await clock.sleep(timeout_s)
                 raise DeadlineExceeded(f"{address} did not answer")
             await clock.sleep(0.01)
+            if node and self.answers[address] != node:
+                raise WrongPeer(f"another node answers at {address}", address, self.answers[address])
             self.here[self.answers[address]] = None
             return self.answers[address]
         finally:
@@ -199,7 +201,7 @@ def test_a_token_bucket_allows_its_burst_and_then_its_rate(now_s: float) -> None
 def test_a_refusal_of_a_candidate_is_no_reason_to_dial_it_for_ever() -> None:
     alone = Alone({}, max_retries=2)
 
-    async def refused(address: str, timeout_s: float) -> str:
+    async def refused(address: str, timeout_s: float, node: str) -> str:
         alone.dials.append((0.0, address))
         raise ChannelBroken(f"{address} hung up", address)
 

@@ -17,6 +17,7 @@ from hcsim.identity.keys import ClusterSecret, NodeKey
 from hcsim.identity.trust_list import RefusalReason
 from hcsim.rng import stream
 from hcsim.runtime.frame import Header, Kind
+from hcsim.runtime.host import PeerCheck
 from hcsim.transport import admission
 from hcsim.transport.admission import AdmissionOutcome, AdmittedHost
 from hcsim.transport.groups import GroupMembership
@@ -259,11 +260,11 @@ def test_time_that_runs_out_on_a_repeat_does_not_hide_what_the_door_said(arena: 
         def __getattr__(self, name: str) -> Any:
             return getattr(self._host, name)
 
-        async def connect(self, address: str, *, timeout_s: float) -> Any:
+        async def connect(self, address: str, *, timeout_s: float, is_peer: PeerCheck | None) -> Any:
             self._calls -= 1
             if self._calls < 0:
                 raise DeadlineExceeded(f"{address} did not answer within {timeout_s:g} s")
-            return await self._host.connect(address, timeout_s=timeout_s)
+            return await self._host.connect(address, timeout_s=timeout_s, is_peer=is_peer)
 
     async def body(left: Any, right: Any) -> None:
         listener = await listening(arena, right, member("right"))

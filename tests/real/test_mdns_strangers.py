@@ -73,7 +73,7 @@ def test_a_flood_of_ghosts_costs_a_bounded_number_of_dials_tasks_and_descriptors
         dials = open_now = most_open = most_tasks = most_descriptors = 0
         told: list[str] = []
 
-        async def dial(address: str, timeout_s: float) -> str:
+        async def dial(address: str, timeout_s: float, node: str) -> str:
             nonlocal dials, open_now, most_open
             dials, open_now = dials + 1, open_now + 1
             most_open = max(most_open, open_now)

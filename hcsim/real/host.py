@@ -28,7 +28,7 @@ from errno import EADDRINUSE, EADDRNOTAVAIL
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakSet
 
 import msgspec
@@ -36,12 +36,12 @@ import msgspec
 from hcsim import rng
 from hcsim.errors import ChannelError, ConfigError, DeadlineExceeded, PeerRefused, WrongPeer
 from hcsim.real.hardware import FileStore, MemoryStore, RealClock, RealDevice
-from hcsim.real.interfaces import list_interfaces
+from hcsim.real.interfaces import link_local_interfaces, list_interfaces
 from hcsim.real.listener import StreamListener, listening_socket
 from hcsim.real.shm.rendezvous import Rendezvous
 from hcsim.real.shm.rendezvous import dial as dial_shared
 from hcsim.real.shm.stream import is_possible as can_share_memory
-from hcsim.real.sockets import AnotherNode, Closable, is_distrust, is_final, translated
+from hcsim.real.sockets import AnotherNode, Closable, bind_to_interface, is_distrust, is_final, translated
 from hcsim.real.stream_channel import StreamChannel
 from hcsim.real.tcp import TcpStream, TlsStream, tune
 from hcsim.real.tls import ClusterTls, Tls, TlsFiles
@@ -61,8 +61,15 @@ NEXT_PLACE_S = 1.0
 """How long one of a machine's addresses may take to answer before the next is tried beside it."""
 _MOST_ELSEWHERE = 64
 _EVERYWHERE, _EVERYWHERE_V6 = ("0.0.0.0",), ("::",)
-DialTarget: TypeAlias = tuple[int, Any]
-"""The family and address of a socket."""
+
+
+class DialTarget(NamedTuple):
+    """Where a socket connects to."""
+
+    family: int
+    sockaddr: Any
+    interface: str = ""
+    """The interface that it has to leave by; empty: as the routes say."""
 
 
 class RealOptions(msgspec.Struct, frozen=True):
@@ -122,7 +129,8 @@ class HappyEyeballs:
             if len(self._failures) == 1 and not self._running:
                 return await self._alone(place)
             if place not in self._running and not isinstance(self._failures[place], AnotherNode):
-                self._running[place] = asyncio.create_task(self._attempt(place), name=f"connect to {place[1][0]}")
+                name = f"connect to {place.sockaddr[0]}"
+                self._running[place] = asyncio.create_task(self._attempt(place), name=name)
                 if (channel := await self.wait(next_place_s)) is not None:
                     return channel
         raise self.distrust or next(filter(None, reversed(self._failures.values())), TimeoutError())
@@ -238,7 +246,7 @@ class RealHost:
             hosts = target.hosts
             if len(hosts) > 1:
                 hosts = _EVERYWHERE_V6 if any(":" in host for host in hosts) else _EVERYWHERE
-            family, sockaddr = (await self._resolve(target._replace(hosts=hosts)))[0]
+            family, sockaddr, _ = (await self._resolve(target._replace(hosts=hosts)))[0]
             if target.scheme == TCP:
                 sock = listening_socket(family, sockaddr)
                 tls = self._tls
@@ -367,9 +375,10 @@ class RealHost:
     async def _round(self, target: Target, race: HappyEyeballs, wanted: PeerCheck | None) -> Channel:
         """Attempt every address that the names resolve to, the one that answered last first; those that led to other
         nodes only if there is none besides."""
-        places = await self._resolve(target)
+        resolved = await self._resolve(target)
         if target.scheme != TCP:
             return await _dial_by(target, self._options.tls)
+        places = [place for each in resolved for place in await _ways_to(each)]
         places.sort(key=lambda place: place != self._answered.get(target.text))
         if wanted is not None and (elsewhere := self._elsewhere.get(target.text)):
             places = [place for place in places if place not in elsewhere or wanted(elsewhere[place])] or places
@@ -377,20 +386,19 @@ class RealHost:
 
     async def _dial(self, target: Target, place: DialTarget, until_s: float, wanted: PeerCheck | None) -> StreamChannel:
         """Make one attempt at one address: through shared memory where that is possible, otherwise by TCP."""
-        family, sockaddr = place
-        peer = target.text if len(target.hosts) == 1 else join_address(sockaddr)
+        peer = target.text if len(target.hosts) == 1 else join_address(place.sockaddr)
         if self._shares_memory:
             half_s = (until_s - self._clock.elapsed()) / 2  # TCP, which asks only the kernel, gets the other
-            if (met := await dial_shared(sockaddr, half_s, self._tls)) is not None:
+            if (met := await dial_shared(place.sockaddr, half_s, self._tls)) is not None:
                 _check(met.identity, wanted, met.stream)
                 return StreamChannel(met.stream, peer, met.identity, met.binding)
-        channel = await self._dial_tcp(family, sockaddr, peer, wanted)
+        channel = await self._dial_tcp(place, peer, wanted)
         self._answered[target.text] = place
         return channel
 
-    async def _dial_tcp(self, family: int, sockaddr: Any, peer: str, wanted: PeerCheck | None) -> StreamChannel:
+    async def _dial_tcp(self, place: DialTarget, peer: str, wanted: PeerCheck | None) -> StreamChannel:
         """Open a TCP channel to that address, with TLS if the options have it."""
-        sock = await _connected_socket(family, sockaddr)
+        sock = await _connected_socket(place)
         if self._tls is None:
             return StreamChannel(TcpStream(sock), peer)
         secured = await self._tls.handshake(sock, server_side=False)
@@ -413,7 +421,22 @@ class RealHost:
         if not allowed:
             for *_, sockaddr in found:
                 check_loopback(sockaddr[0])
-        return [(family, sockaddr) for family, _, _, _, sockaddr in found]
+        return [DialTarget(family, sockaddr) for family, _, _, _, sockaddr in found]
+
+
+async def _ways_to(place: DialTarget) -> list[DialTarget]:
+    """Return a link-local address once for each interface that may lead there, any other address as it is.
+
+    Routes know only one interface for link-local addresses, such as the first Ethernet port and not the Thunderbolt
+    bridge."""
+    ip = ipaddress.ip_address(place.sockaddr[0].partition("%")[0])
+    if not ip.is_link_local or (ip.version == 6 and place.sockaddr[3]):  # with a scope, the interface is said
+        return [place]
+    names = await asyncio.to_thread(link_local_interfaces, ip.version)  # asks programs on macOS
+    if ip.version == 4:
+        return [place._replace(interface=name) for name in names] or [place]
+    scopes = [socket.if_nametoindex(name) for name in names]
+    return [place._replace(sockaddr=(*place.sockaddr[:3], scope)) for scope in scopes] or [place]
 
 
 def _check(identity: str, wanted: PeerCheck | None, stream: Closable) -> None:
@@ -441,11 +464,13 @@ def _numeric(host: str, port: int) -> list[Any]:
         return []
 
 
-async def _connected_socket(family: int, sockaddr: Any) -> socket.socket:
-    sock = socket.socket(family, socket.SOCK_STREAM)
+async def _connected_socket(place: DialTarget) -> socket.socket:
+    sock = socket.socket(place.family, socket.SOCK_STREAM)
     try:
         tune(sock)
-        await asyncio.get_running_loop().sock_connect(sock, sockaddr)
+        if place.interface:
+            bind_to_interface(sock, place.interface)
+        await asyncio.get_running_loop().sock_connect(sock, place.sockaddr)
         if sock.getsockname() == sock.getpeername():
             # Dialling a free port of our own can meet itself in TCP's simultaneous open.
             raise ConnectionRefusedError

@@ -104,6 +104,16 @@ def _is_usable(address: str, version: int) -> bool:
     return ip.version == version and not (version == 6 and ip.is_link_local)
 
 
+def link_local_interfaces(version: int) -> tuple[str, ...]:
+    """Return the interfaces that have a link-local address of this IP version, fastest medium first."""
+    return tuple(
+        each.name
+        for each in list_interfaces()
+        if leads_out(each)
+        and any(ip.version == version and ip.is_link_local for ip in map(ipaddress.ip_address, each.addresses))
+    )
+
+
 def host_name() -> str:
     """Return this machine's host name without its domain."""
     return re.sub(r"[^A-Za-z0-9-]", "-", socket.gethostname().partition(".")[0]) or "node"

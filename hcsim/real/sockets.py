@@ -11,7 +11,9 @@ import asyncio
 import os
 import socket
 import ssl
+import sys
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Protocol
 from weakref import WeakSet
 
@@ -28,6 +30,8 @@ _SAME_PHRASE = (
 )
 _CLOCKS = "are the clocks of both machines right?"
 
+_IP_BOUND_IF = 25
+"""Of macOS's <netinet/in.h>, which Python does not define."""
 _EXPIRED, _NOT_YET_VALID = 10, 9
 _UNKNOWN_AUTHORITY = (2, 7, 18, 19, 20, 21)
 """X509_V_ERR_…: no issuer found, an invalid signature, a self-signed certificate, and similar errors."""
@@ -136,6 +140,15 @@ def _what_is_wrong(error: ssl.SSLCertVerificationError) -> str:
 def fresh(error: ChannelError) -> ChannelError:
     """Return a copy of an error: one exception object raised in several tasks would mix their tracebacks."""
     return type(error)(str(error), error.peer)
+
+
+def bind_to_interface(sock: socket.socket, name: str) -> None:
+    """Send IPv4 packets over this interface, whatever the routes say; where that is not allowed, as the routes say."""
+    with suppress(PermissionError):  # Linux before 5.7 allows it only to root
+        if sys.platform == "darwin":
+            sock.setsockopt(socket.IPPROTO_IP, _IP_BOUND_IF, socket.if_nametoindex(name))
+        elif sys.platform == "linux":
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, name.encode() + b"\0")
 
 
 class SocketReadiness:

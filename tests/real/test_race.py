@@ -9,7 +9,7 @@ import pytest
 
 from hcsim.real.host import DialTarget, HappyEyeballs
 
-ONE, OTHER = (2, ("127.0.0.1", 1)), (2, ("127.0.0.2", 1))
+ONE, OTHER = DialTarget(2, ("127.0.0.1", 1)), DialTarget(2, ("127.0.0.1", 2))
 
 
 class Line:

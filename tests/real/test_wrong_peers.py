@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Awaitable, Callable
 from functools import partial
 from operator import eq, ne
@@ -13,6 +14,7 @@ import pytest
 from hcsim.errors import DeadlineExceeded, PeerRefused, WrongPeer
 from hcsim.identity.keys import ClusterSecret, NodeKey
 from hcsim.real.host import RealHost, RealOptions
+from hcsim.real.keys import load_node_key
 from hcsim.real.tls import ClusterTls
 from hcsim.runtime.channel import Listener
 from tests.real.namespaces import Machine, ip
@@ -135,3 +137,76 @@ def test_a_network_of_virtual_machines_is_not_announced(tmp_path: Path) -> None:
         assert status.ends() == 0, status.text
         assert cluster.lan["b"].ip in status.text
         assert OF_VIRTUAL_MACHINES not in status.text
+
+
+# Addresses that mean something else on each cable.
+
+LINK_LOCAL = "169.254.2.2"
+LISTEN = """if True:
+    import asyncio, sys
+    from pathlib import Path
+    from hcsim.real.host import RealHost, RealOptions
+    from hcsim.real.keys import load_node_key, load_secret
+    from hcsim.real.tls import ClusterTls
+
+    async def main(home):
+        tls = ClusterTls(load_node_key(home), load_secret(home, "home"))
+        async with RealHost(RealOptions("here", tls=tls)) as host:
+            listener = await host.listen("0.0.0.0:52416")
+            print("listens", flush=True)
+            while True:
+                await (await listener.accept()).close()
+
+    asyncio.run(main(Path(sys.argv[1])))
+"""
+DIAL = """if True:
+    import asyncio, sys
+    from pathlib import Path
+    from hcsim.real.host import RealHost, RealOptions
+    from hcsim.real.keys import load_node_key, load_secret
+    from hcsim.real.tls import ClusterTls
+
+    async def main(home, address, wanted):
+        tls = ClusterTls(load_node_key(home), load_secret(home, "home"))
+        async with RealHost(RealOptions("here", tls=tls)) as host:
+            is_peer = wanted.__eq__ if wanted else None
+            channel = await host.connect(address, timeout_s=30, is_peer=is_peer)
+            print("reached", channel.identity, "from", channel.ends[0])
+            await channel.close()
+
+    asyncio.run(main(Path(sys.argv[1]), *sys.argv[2:]))
+"""
+
+
+def give(machine: Machine, device: str, address: str) -> None:
+    ip("-n", machine.namespace, "addr", "add", address, "dev", device)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("version", [4, 6])
+def test_a_link_local_address_is_dialled_by_every_interface_that_has_one(tmp_path: Path, version: int) -> None:
+    """The route leads to a machine on the switch; the wanted one has the same address, on a cable."""
+    with together(tmp_path, "abc") as cluster:
+        a, b, c = cluster.lan
+        ip("-n", a.namespace, "link", "add", "eth1", "type", "veth", "peer", "name", "eth1", "netns", b.namespace)
+        for machine in (a, b):
+            ip("-n", machine.namespace, "link", "set", "eth1", "up")
+        first, second, host = ("169.254.1.1/16", "169.254.2.1/16", LINK_LOCAL)
+        if version == 6:
+            first, second, host = ("fe80::1:1/64", "fe80::2:1/64", "fe80::2:2")
+        give(a, "eth0", first)
+        give(a, "eth1", second)
+        length = first.partition("/")[2]
+        give(b, "eth1", f"{host}/{length}")
+        give(c, "eth0", f"{host}/{length}")
+        if version == 4:
+            a.start("sysctl", "-w", "net.ipv4.conf.all.rp_filter=0", "net.ipv4.conf.eth1.rp_filter=0").ends()
+        for machine in (b, c):
+            everywhere = LISTEN if version == 4 else LISTEN.replace("0.0.0.0", "[::]")
+            machine.start(sys.executable, "-c", everywhere, str(machine.folder)).says("listens")
+        address = f"{host}:52416" if version == 4 else f"[{host}]:52416"
+        for wanted, source in ((b, second), (c, first)):
+            node = load_node_key(wanted.folder).node_id
+            dialling = a.start(sys.executable, "-c", DIAL, str(a.folder), address, node)
+            assert dialling.ends() == 0, dialling.text
+            assert dialling.lines[-1] == f"reached {node} from {source.partition('/')[0]}"

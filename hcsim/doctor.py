@@ -30,7 +30,7 @@ from hcsim.config import CATALOGUE, Cluster
 from hcsim.errors import HcsimError
 from hcsim.real.hardware import best_torch_device, this_chip, training_step_error
 from hcsim.real.host import RealHost, RealOptions
-from hcsim.real.interfaces import host_name, list_interfaces, output_of, reachable_at
+from hcsim.real.interfaces import host_name, leads_out, list_interfaces, output_of, reachable_at
 from hcsim.real.ssh import NOT_FOUND, SSH, SSH_FAILED
 from hcsim.runtime.host import Interface, Lan, Medium, Service
 
@@ -264,17 +264,22 @@ def _owner(listing: str) -> str:
 
 
 def check_interfaces(system: System) -> list[CheckResult]:
-    """The fastest wire is the one that others would use."""
-    usable = [each for each in system.interfaces() if each.medium not in (Medium.LOOPBACK, Medium.TUNNEL)]
+    """Which interfaces there are, which others would use and why, and whether the fastest wire is used."""
+    interfaces = [each for each in system.interfaces() if each.medium is not Medium.LOOPBACK]
+    usable = [each for each in interfaces if leads_out(each)]
     if not usable:
         what = "connect a cable, or join a Wi-Fi network"
         return [CheckResult("network", "bad", "no interface has an address: no other machine can be reached", what)]
-    first, told = usable[0], ", ".join(_describe(each) for each in usable)
-    offered = ", ".join(reachable_at(usable))
-    found = [CheckResult("network", "good", f"{told}; offered to others in this order: {offered}")]
+    first = usable[0]
+    told = [f"{_describe(usable[0])} is used first, as the fastest medium here"]
+    told += [f"then {_describe(each)}" for each in usable[1:]]
+    told.append(f"offered to others in this order: {', '.join(reachable_at(usable))}")
+    told += [f"not offered: {_describe(each)}, {_WHY_NOT[each.medium]}" for each in interfaces if not leads_out(each)]
+    found = [CheckResult("network", "good", "; ".join(told))]
     if first.medium is Medium.WIFI:
         what = "connect a cable: Ethernet carries several times as much, and Thunderbolt more"
         found.append(CheckResult("network", "warning", f"{first.name} (Wi-Fi) is the fastest way to others", what))
+    found += _check_default_route(system, usable)
     for each in usable:
         if each.medium is Medium.ETHERNET and each.rate_bps and each.rate_bps < 1e9:
             what = "another cable or switch port: it should be 1 Gb/s at least"
@@ -289,6 +294,28 @@ def check_interfaces(system: System) -> list[CheckResult]:
                 )
             )
     return found
+
+
+_WHY_NOT = {
+    Medium.TUNNEL: "it leads through another interface",
+    Medium.VIRTUAL: "it stays within this machine",
+}
+
+
+def _check_default_route(system: System, usable: Sequence[Interface]) -> list[CheckResult]:
+    """The system does not prefer Wi-Fi to a wire in the same network, whose packets it would then send by Wi-Fi."""
+    if system.platform == "darwin":
+        chosen = re.search(r"^\s*interface: (\S+)", system.output("route", "-n", "get", "default"), re.MULTILINE)
+        remedy = "System Settings › Network › … › Set Service Order: Ethernet and Thunderbolt above Wi-Fi"
+    else:
+        chosen = re.search(r"^default .*?\bdev (\S+)", system.output("ip", "route", "show", "default"), re.MULTILINE)
+        remedy = "give the wire's route a smaller metric: nmcli connection modify NAME ipv4.route-metric 50"
+    preferred = next((each for each in usable if chosen and each.name == chosen[1]), None)
+    wire = next((each for each in usable if each.medium is Medium.ETHERNET), None)
+    if preferred is None or preferred.medium is not Medium.WIFI or wire is None:
+        return []
+    found = f"{preferred.name} (Wi-Fi) is preferred to {_describe(wire)}: to a network of both, packets leave by Wi-Fi"
+    return [CheckResult("network", "warning", found, remedy)]
 
 
 def _describe(interface: Interface) -> str:

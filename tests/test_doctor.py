@@ -121,6 +121,17 @@ def test_a_healthy_mac_has_nothing_to_mend() -> None:
 
 WIFI = Interface("en0", Medium.WIFI, None, ("192.0.2.7",))
 SLOW = Interface("en4", Medium.ETHERNET, 100e6, ("192.0.2.8",))
+FAST = Interface("en5", Medium.ETHERNET, 2.5e9, ("192.0.2.9",))
+MACHINES = Interface("bridge100", Medium.VIRTUAL, None, ("192.168.64.1",))
+TUNNEL = Interface("utun4", Medium.TUNNEL, None, ("198.51.100.2",))
+ROUTE = """\
+   route to: default
+destination: default
+       mask: default
+    gateway: 192.0.2.1
+  interface: {device}
+      flags: <UP,GATEWAY,DONE,STATIC,PRCLONING,GLOBAL>
+"""
 BRIDGE = Interface("bridge0", Medium.THUNDERBOLT, None, ("169.254.31.7",))
 
 
@@ -158,6 +169,11 @@ BRIDGE = Interface("bridge0", Medium.THUNDERBOLT, None, ("169.254.31.7",))
         (Recorded(interfaces=(WIFI,)), "network", "warning", "Wi-Fi) is the fastest way", "connect a cable"),
         (Recorded(interfaces=(SLOW, WIFI)), "network", "warning", "en4 has only 100 Mb/s", "another cable"),
         (Recorded(interfaces=(BRIDGE, WIFI)), "network", "warning", "self-assigned", "networksetup -setmanual"),
+        (
+            Recorded({("route", "-n", "get", "default"): ROUTE.format(device="en0")}, interfaces=(FAST, WIFI)),
+            "network", "warning", "en0 (Wi-Fi) is preferred to en5 (ethernet 2.5 Gb/s)", "Set Service Order",
+        ),
+        (Recorded(interfaces=(MACHINES, TUNNEL)), "network", "bad", "no other machine", "connect a cable"),
         (Recorded(interfaces=()), "network", "bad", "no interface has an address", "connect a cable"),
         (Recorded(descriptors=(256, -1)), "descriptors", "warning", "256 at once", "ulimit -n 1024"),
         (Recorded(folder="/var/folders/" + "x" * 80), "temporary folder", "bad", "too long", "TMPDIR"),
@@ -169,6 +185,19 @@ def test_each_fault_is_named_with_its_remedy(system: Recorded, check: str, state
     assert wrong[0].state == state
     assert found in wrong[0].found
     assert remedy in wrong[0].remedy
+
+
+def test_interfaces_are_listed_with_what_they_are_used_for() -> None:
+    route = {("route", "-n", "get", "default"): ROUTE.format(device="en5")}
+    (listed,) = check_interfaces(Recorded(route, interfaces=(FAST, WIFI, TUNNEL, MACHINES)))
+    assert listed.state == "good"
+    assert listed.found.split("; ") == [
+        "en5 (ethernet 2.5 Gb/s) is used first, as the fastest medium here",
+        "then en0 (wifi)",
+        "offered to others in this order: 192.0.2.9, 192.0.2.7",
+        "not offered: utun4 (tunnel), it leads through another interface",
+        "not offered: bridge100 (virtual), it stays within this machine",
+    ]
 
 
 def test_an_old_python_is_named() -> None:

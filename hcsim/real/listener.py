@@ -14,7 +14,11 @@ import asyncio
 import socket
 from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
+from errno import EADDRINUSE
+from ipaddress import ip_address
 from typing import Any
+
+import ifaddr
 
 from hcsim.errors import ChannelBroken, ChannelClosed, ChannelError
 from hcsim.real.message_channel import MessageChannel
@@ -247,6 +251,10 @@ async def _end(*tasks: asyncio.Task[None]) -> None:
 
 
 def listening_socket(family: int, sockaddr: Any) -> socket.socket:
+    """Return a socket that listens there; raise `OSError` if another does, everywhere or at one of this machine's
+    addresses."""
+    if sockaddr[1] and ip_address(sockaddr[0]).is_unspecified:
+        _check_each_address(family, sockaddr[1])
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
         sock.setblocking(False)
@@ -259,3 +267,22 @@ def listening_socket(family: int, sockaddr: Any) -> socket.socket:
         sock.close()
         raise
     return sock
+
+
+def _check_each_address(family: int, port: int) -> None:
+    """Raise `OSError` if another socket listens at that port of one of this machine's addresses.
+
+    On macOS one can still listen everywhere then, but is not called at that address."""
+    for ip in (ip for adapter in ifaddr.get_adapters() for ip in adapter.ips):
+        # IPv6 addresses come as (address, flow, scope).
+        sockaddr = (ip.ip, port) if isinstance(ip.ip, str) else (ip.ip[0], port, *ip.ip[1:])
+        kind = socket.AF_INET if isinstance(ip.ip, str) else socket.AF_INET6
+        if kind not in (family, socket.AF_INET):
+            continue
+        with socket.socket(kind, socket.SOCK_STREAM) as tried:
+            tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                tried.bind(sockaddr)
+            except OSError as error:  # an address may also be too new to be used
+                if error.errno == EADDRINUSE:
+                    raise OSError(EADDRINUSE, f"{error.strerror} at {sockaddr[0]}") from None

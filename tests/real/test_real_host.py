@@ -283,6 +283,16 @@ def has_ipv6_loopback() -> bool:
 
 
 @pytest.mark.skipif(not has_ipv6_loopback(), reason="this machine has no IPv6 loopback")
+@pytest.mark.parametrize("everywhere", ["0.0.0.0", "[::]"])
+def test_a_port_in_use_at_one_address_is_named_by_who_would_listen_everywhere(everywhere: str) -> None:
+    async def body(left: RealHost, right: RealHost) -> None:
+        port = (await left.listen("127.0.0.1:0")).address.rpartition(":")[2]
+        with pytest.raises(ConfigError, match=r"already in use at 127\.0\.0\.1: does hcsim run here already\?"):
+            await right.listen(f"{everywhere}:{port}")
+
+    between(RealOptions("left"), RealOptions("right", insecure=True), body)
+
+
 def test_ipv6_addresses_work() -> None:
     async def body(left: RealHost, right: RealHost) -> None:
         listener = await right.listen("[::1]:0")

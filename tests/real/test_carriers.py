@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import ssl
+import sys
 from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
 from datetime import UTC, datetime, timedelta
@@ -382,6 +383,7 @@ def test_what_no_correct_peer_sends_over_a_websocket_ends_the_channel(send: Any,
     between(body)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has all of 127.0.0.0/8")
 def test_silent_callers_do_not_shut_others_out_of_a_websocket_listener() -> None:
     """Of too many the oldest goes, of the address that has the most."""
 
@@ -414,6 +416,7 @@ def test_silent_callers_do_not_shut_others_out_of_a_websocket_listener() -> None
     between(body, RealOptions("left"), RealOptions("right", handshake_timeout_s=600))
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has all of 127.0.0.0/8")
 def test_who_is_in_its_tls_handshake_is_not_sent_away_for_newer_callers(authority: EcAuthority) -> None:
     files = authority.member("early")
     context = ssl.create_default_context(cafile=str(files.ca))

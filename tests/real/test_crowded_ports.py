@@ -210,6 +210,7 @@ def client_hello() -> bytes:
     return written.read()
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has all of 127.0.0.0/8")
 @pytest.mark.parametrize("said", [b"", client_hello()[:100]], ids=["silent", "half-open"])
 def test_strangers_in_their_tls_handshake_are_bounded_and_a_member_gets_through(said: bytes) -> None:
     async def body() -> None:
@@ -242,6 +243,7 @@ def test_strangers_in_their_tls_handshake_are_bounded_and_a_member_gets_through(
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux how much memory is resident")
 def test_a_silent_caller_costs_the_coordinator_little_memory_and_is_bounded() -> None:
     async def body() -> None:
         async with RealHost(RealOptions("host", shared_memory=False)) as host:

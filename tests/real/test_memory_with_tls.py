@@ -162,11 +162,11 @@ def test_who_speaks_plaintext_is_told_so_as_by_the_network() -> None:
 def test_another_cluster_at_one_address_does_not_hide_ours_at_the_next() -> None:
     async def body() -> None:
         async with RealHost(member(RIGHT)) as far, RealHost(member(RIGHT, THEIRS)) as foreign:
-            listener = await far.listen("127.0.0.2:0")
+            listener = await far.listen("[::1]:0")
             port = listener.address.rpartition(":")[2]
             await foreign.listen(f"127.0.0.1:{port}")
             async with RealHost(member(LEFT)) as near:
-                ours = await near.connect(f"127.0.0.1|127.0.0.2:{port}", timeout_s=LIMIT_S)
+                ours = await near.connect(f"127.0.0.1|[::1]:{port}", timeout_s=LIMIT_S)
                 theirs = await listener.accept()
                 assert ours.identity == RIGHT.node_id
                 await ours.close()

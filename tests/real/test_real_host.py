@@ -314,13 +314,13 @@ def test_an_address_that_swallows_calls_holds_up_none_of_the_others(addresses) -
 
     async def main() -> None:
         with ExitStack() as stack:
-            full = stack.enter_context(socket.create_server(("127.0.0.3", port), backlog=0))
+            full = stack.enter_context(socket.create_server(("::1", port), family=socket.AF_INET6, backlog=0))
             for _ in range(4):
-                caller = stack.enter_context(socket.socket())
+                caller = stack.enter_context(socket.socket(socket.AF_INET6))
                 caller.setblocking(False)
                 caller.connect_ex(full.getsockname())
             async with RealHost(RealOptions("one")) as one, RealHost(RealOptions("other")) as other:
-                connecting = one.spawn(one.connect(f"127.0.0.1|127.0.0.3:{port}", timeout_s=20), name="connect")
+                connecting = one.spawn(one.connect(f"127.0.0.1|[::1]:{port}", timeout_s=20), name="connect")
                 await asyncio.sleep(0.1)  # it has begun to wait for the last
                 listener = await other.listen(f"127.0.0.1:{port}")
                 channel = await connecting
@@ -330,7 +330,7 @@ def test_an_address_that_swallows_calls_holds_up_none_of_the_others(addresses) -
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("addresses_tried", ["127.0.0.1|127.0.0.2", "127.0.0.2|127.0.0.1"])
+@pytest.mark.parametrize("addresses_tried", ["127.0.0.1|[::1]", "[::1]|127.0.0.1"])
 def test_an_address_where_no_handshake_is_answered_holds_up_none_of_the_others(
     authority: Authority, monkeypatch: pytest.MonkeyPatch, addresses_tried: str
 ) -> None:
@@ -340,7 +340,7 @@ def test_an_address_where_no_handshake_is_answered_holds_up_none_of_the_others(
     async def body(left: RealHost, right: RealHost) -> None:
         listener = await right.listen("127.0.0.1:0")
         port = int(listener.address.rpartition(":")[2])
-        with socket.create_server(("127.0.0.2", port)) as silent:
+        with socket.create_server(("::1", port), family=socket.AF_INET6) as silent:
             silent.setblocking(False)
             for time in range(2):
                 channel = await left.connect(f"{addresses_tried}:{port}", timeout_s=20)
@@ -373,7 +373,7 @@ def test_an_address_that_answers_late_is_asked_again_while_another_keeps_silent(
 
         async def connected(sock: socket.socket, sockaddr: Any) -> None:
             tried.append(sockaddr[0])
-            if sockaddr[0] == "127.0.0.2":
+            if sockaddr[0] == "::1":
                 await asyncio.Event().wait()
             if len(tried) <= 7:
                 raise ConnectionRefusedError
@@ -381,9 +381,9 @@ def test_an_address_that_answers_late_is_asked_again_while_another_keeps_silent(
 
         monkeypatch.setattr(loop, "sock_connect", connected)
         listener = await right.listen(f"127.0.0.1:{port}")
-        channel = await left.connect(f"127.0.0.2|127.0.0.1:{port}", timeout_s=15)
+        channel = await left.connect(f"[::1]|127.0.0.1:{port}", timeout_s=15)
         assert channel.peer == listener.address
-        assert tried.count("127.0.0.2") == 1
+        assert tried.count("::1") == 1
         await channel.close()
 
     between(RealOptions("left", shared_memory=False), RealOptions("right"), body)
@@ -408,8 +408,8 @@ def test_an_address_that_answers_slowly_is_not_cut_off_for_another_that_does_not
             return await handshake(tls, sock, server_side=server_side)
 
         monkeypatch.setattr(Tls, "handshake", slow)
-        with socket.create_server(("127.0.0.2", port)):
-            channel = await left.connect(f"127.0.0.2|127.0.0.1:{port}", timeout_s=15)
+        with socket.create_server(("::1", port), family=socket.AF_INET6):
+            channel = await left.connect(f"[::1]|127.0.0.1:{port}", timeout_s=15)
             assert channel.peer == listener.address
             assert handshakes == 1
             await channel.close()
@@ -425,9 +425,9 @@ def test_attempts_at_several_addresses_leave_nothing_behind(authority: Authority
     async def body(left: RealHost, right: RealHost) -> None:
         with socket.create_server(("127.0.0.1", 0)) as one:
             port = one.getsockname()[1]
-            with socket.create_server(("127.0.0.2", port)):
+            with socket.create_server(("::1", port), family=socket.AF_INET6):
                 before = len(open_files()), len(asyncio.all_tasks())
-                address = f"127.0.0.1|127.0.0.2:{port}"
+                address = f"127.0.0.1|[::1]:{port}"
                 calls = [asyncio.create_task(left.connect(address, timeout_s=0.5 + n / 50)) for n in range(20)]
                 if cancelled:
                     for call in calls:
@@ -442,7 +442,7 @@ def test_attempts_at_several_addresses_leave_nothing_behind(authority: Authority
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("addresses_tried", ["127.0.0.1|127.0.0.2", "127.0.0.2|127.0.0.1"])
+@pytest.mark.parametrize("addresses_tried", ["127.0.0.1|[::1]", "[::1]|127.0.0.1"])
 def test_a_certificate_that_is_not_trusted_is_told_whatever_the_other_addresses_say(
     authority: Authority, tmp_path: Path, addresses_tried: str
 ) -> None:
@@ -464,15 +464,15 @@ def test_a_certificate_that_is_not_trusted_ends_the_attempts_at_once_only_if_no_
     async def body(left: RealHost, right: RealHost) -> None:
         async with RealHost(RealOptions("foreign", tls=foreign, shared_memory=False)) as stranger:
             port = (await stranger.listen("127.0.0.1:0")).address.rpartition(":")[2]
-            address = f"127.0.0.1|127.0.0.2:{port}"
+            address = f"127.0.0.1|[::1]:{port}"
             connecting = asyncio.create_task(left.connect(address, timeout_s=15))
             await asyncio.sleep(0.1)  # it has met the stranger
-            listener = await right.listen(f"127.0.0.2:{port}")
+            listener = await right.listen(f"[::1]:{port}")
             channel = await connecting
             assert channel.peer == listener.address
             await channel.close()
             await listener.close()
-            await stranger.listen(f"127.0.0.2:{port}")
+            await stranger.listen(f"[::1]:{port}")
             with pytest.raises(PeerRefused, match="our authority did not sign its certificate"):
                 await left.connect(address, timeout_s=600)
 

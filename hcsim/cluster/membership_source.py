@@ -14,10 +14,11 @@ from hcsim.cluster.diagnosis import ViewFailure
 from hcsim.cluster.probe import Routes
 from hcsim.cluster.view import Member, View
 from hcsim.runtime.host import Host
+from hcsim.transport.groups import CheckedPeer
 
-MemberCheck: TypeAlias = Callable[[Sequence[tuple[str, float]]], Awaitable[tuple[str, list[str]]]]
-"""Check this machine and others. The arguments are addresses of members' collectives, each with the seconds
-that the answer may take. Return what is wrong with this machine and with each of them (empty: nothing)."""
+MemberCheck: TypeAlias = Callable[[Sequence[CheckedPeer]], Awaitable[tuple[str, list[str]]]]
+"""Check this machine and the members whose collectives are at these addresses. Return what is wrong with this machine
+and with each of them (empty: nothing)."""
 
 LAST_CALL_S = 10.0
 """How long members that have finished wait for machines that prepare to join them."""

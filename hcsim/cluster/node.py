@@ -48,7 +48,7 @@ from hcsim.runtime.channel import Channel
 from hcsim.runtime.clock import BroadcastEvent
 from hcsim.runtime.host import Host, keep, kept
 from hcsim.transport.admission_queue import LogDeduplicator, one_line
-from hcsim.transport.groups import CHECK_S, echo_s
+from hcsim.transport.groups import CHECK_S, CheckedPeer, echo_s
 
 _TICK_S = 0.001
 """A minimum wait: if clock drift wakes the task early, it looks again, but not at once."""
@@ -515,7 +515,7 @@ class ClusterNode:
         lines = [self._ways.line(member) if slow else None for member in members]
         promised_s = [echo_s(line.latency_s, line.there_Bps, line.back_Bps) if line else CHECK_S for line in lines]
         peers = [
-            (self._ways.address(member), SLOWER * each_s + _BUSY_S)
+            CheckedPeer(self._ways.address(member), SLOWER * each_s + _BUSY_S, member.node if self.identified else "")
             for member, each_s in zip(members, promised_s, strict=True)
         ]
         own, theirs = await self._checker(peers)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
-from typing import Annotated, TypeAlias
+from typing import Annotated, NamedTuple, TypeAlias
 
 import msgspec
 
@@ -218,15 +218,25 @@ def echo_s(latency_s: float, there_Bps: float, back_Bps: float) -> float:
     return ECHOES * (2 * latency_s + len(_ECHO) / there_Bps + len(_ECHO) / back_Bps)
 
 
-async def check_peer(host: Host, address: str, within_s: float = CHECK_S, until: AsyncExitStack | None = None) -> str:
-    """Return why collectives cannot work with the node at that address, as far as visible from here; empty if they
-    can.
+class CheckedPeer(NamedTuple):
+    """A peer to check."""
+
+    address: str
+    within_s: float = CHECK_S
+    """How long its answer may take."""
+    node: str = ""
+    """The id that it has to prove; empty: nothing."""
+
+
+async def check_peer(host: Host, peer: CheckedPeer, until: AsyncExitStack | None = None) -> str:
+    """Return why collectives cannot work with a peer, as far as visible from here; empty if they can.
 
     The connection is closed at once, or with `until`."""
-    done, within_s = 0, min(CHECK_S, within_s)
+    address, done, within_s = peer.address, 0, min(CHECK_S, peer.within_s)
+    is_peer = (lambda identity: identity == peer.node) if peer.node else None
     try:
         async with host.clock.timeout(CHECK_S), AsyncExitStack() as now:
-            channel = await host.connect(address, timeout_s=CHECK_S)
+            channel = await host.connect(address, timeout_s=CHECK_S, is_peer=is_peer)
             (until or now).push_async_callback(channel.close)
             channel.limit(HELLO_LIMIT_BYTES)
             async with host.clock.timeout(within_s):
@@ -254,13 +264,13 @@ async def check_device(host: Host) -> str:
     return ""
 
 
-async def check_all(host: Host, peers: Sequence[tuple[str, float]]) -> tuple[str, list[str]]:
+async def check_all(host: Host, peers: Sequence[CheckedPeer]) -> tuple[str, list[str]]:
     """Check this host's device and all peers concurrently. Return the problem of the device, and those of the peers in
     order.
 
-    Each peer is an address and the time it may take. All connections are open at the same time, as during
+    All connections are open at the same time, as during
     operation, so a machine that allows only a few connections fails the check."""
     async with AsyncExitStack() as open_:
-        checks = [check_peer(host, address, within_s, open_) for address, within_s in peers]
+        checks = [check_peer(host, peer, open_) for peer in peers]
         own, *others = await asyncio.gather(check_device(host), *checks)
     return own, others

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hcsim.config import FewDescriptors
-from hcsim.transport.groups import CHECK_S, GroupListener, check_all
+from hcsim.transport.groups import CheckedPeer, GroupListener, check_all
 from hcsim.units import Seconds
 from hcsim.virtual.host import VirtualHost
 from hcsim.virtual.world import World
@@ -19,7 +19,7 @@ def test_who_cannot_be_connected_to_all_others_at_once_does_not_pass(connections
     async def body(host: VirtualHost, *others: VirtualHost) -> tuple[str, list[str]]:
         receptions = [GroupListener(other, await other.listen(f"{other.name}:52416")) for other in others]
         await host.clock.sleep(1)
-        found = await check_all(host, [(f"{other.name}:52416", CHECK_S) for other in others])
+        found = await check_all(host, [CheckedPeer(f"{other.name}:52416") for other in others])
         for reception in receptions:
             await reception.close()
         return found

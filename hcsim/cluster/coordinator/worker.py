@@ -41,7 +41,7 @@ from hcsim.errors import CallRefused, ChannelBroken, ChannelError, DeadlineExcee
 from hcsim.runtime.clock import fail_future, within
 from hcsim.runtime.host import Host
 from hcsim.transport.admission_queue import one_line
-from hcsim.transport.groups import CHECK_S
+from hcsim.transport.groups import CheckedPeer
 from hcsim.transport.rpc import Endpoint, Procedure, ProcedureRegistry
 
 T = TypeVar("T")
@@ -436,7 +436,7 @@ class CoordinatedMembership:
         others = [member for member in self._view.members if member != self._us]
         wrong: list[Accusation] = []
         if self._checker is not None:
-            own, theirs = await self._checker([(member.address, CHECK_S) for member in others])
+            own, theirs = await self._checker([CheckedPeer(member.address) for member in others])
             told = zip((self._us, *others), (own, *theirs), strict=True)
             wrong = [Accusation(member.node, why) for member, why in told if why]
         self._diagnosis.checked(self._view.epoch, wrong)

@@ -29,7 +29,7 @@ from hcsim.collectives.group import Group
 from hcsim.errors import CollectiveError, CollectiveTimeout
 from hcsim.runtime.host import Host
 from hcsim.training.run import Observer, Point, Run
-from hcsim.transport.groups import CHECK_S, check_peer
+from hcsim.transport.groups import CHECK_S, CheckedPeer, check_peer
 
 SLOW = 4.0
 """A step is slow if it takes this many times the usual time."""
@@ -152,7 +152,7 @@ async def watch_steps(group: Group, view: View, source: MembershipSource, steps:
                 since_s = clock.elapsed()
             continue
         due_s = clock.elapsed() + CHECK_S
-        found = await asyncio.gather(*(check_peer(host, each) for each in _addresses(view, source, others)))
+        found = await asyncio.gather(*(check_peer(host, each) for each in _peers(view, source, others)))
         if steps.progress_s is not None and steps.progress_s > since_s:
             continue  # it did go on
         if clock.elapsed() > due_s + STOOD_STILL_S:
@@ -166,6 +166,11 @@ async def watch_steps(group: Group, view: View, source: MembershipSource, steps:
         looks += 1
 
 
-def _addresses(view: View, source: MembershipSource, ranks: Sequence[int]) -> list[str]:
+def _peers(view: View, source: MembershipSource, ranks: Sequence[int]) -> list[CheckedPeer]:
     members, ways = [view.members[rank] for rank in ranks], source.ways
-    return [member.address if ways is None else ways.address(member) for member in members]
+    return [
+        CheckedPeer(
+            member.address if ways is None else ways.address(member), node=member.node if source.identified else ""
+        )
+        for member in members
+    ]

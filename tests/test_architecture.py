@@ -351,6 +351,32 @@ def import_graph(package: Path) -> dict[str, set[str]]:
     return graph
 
 
+LINUX_LOOPBACK = re.compile(r"\b127\.0\.0\.(?!1\b)[0-9]")
+"""macOS has 127.0.0.1 alone."""
+
+
+def with_linux_loopback(source: str) -> list[str]:
+    """Return the tests that use other addresses of the loopback and are not skipped anywhere."""
+    functions = [node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    return [
+        function.name
+        for function in functions
+        if LINUX_LOOPBACK.search(ast.unparse(function))
+        and not any("skipif" in ast.unparse(decorator) for decorator in function.decorator_list)
+    ]
+
+
+def test_tests_use_no_address_of_the_loopback_that_macos_lacks() -> None:
+    files = sources(Path(__file__).parent / "real")
+    found = {path.name: with_linux_loopback(path.read_text(encoding="utf-8")) for path in files}
+    assert {name: tests for name, tests in found.items() if tests} == {}
+
+
+def test_a_test_that_runs_on_linux_alone_is_found() -> None:
+    source = "def test_a(): dial('127.0.0.2:1')\n@pytest.mark.skipif(x)\ndef test_b(): dial('127.0.0.2:1')\n"
+    assert with_linux_loopback(source + "def test_c(): dial('127.0.0.1:1')") == ["test_a"]
+
+
 def test_no_modules_import_each_other_in_a_circle() -> None:
     graph = import_graph(HCSIM)
     assert len(graph) > 100

@@ -1,12 +1,44 @@
-"""Atomic file replacement, and files of other packages."""
+"""Atomic file replacement, and files of other packages.
+
+A file is durable once it is on the medium. On macOS `fsync` only hands the data to the drive, which may keep them in
+its cache and write them in another order; `F_FULLFSYNC` makes the drive write them. Some file systems (SMB, NFS)
+refuse it. On Linux `fsync` does both.
+"""
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import secrets
 from importlib.util import find_spec
 from pathlib import Path
+
+_FULL_SYNC: int | None = getattr(fcntl, "F_FULLFSYNC", None)
+_NOT_SUPPORTED = (errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOTTY)
+
+
+def flush(descriptor: int, full_sync: int | None = _FULL_SYNC) -> None:
+    """Return once what was written to this file or folder is durable.
+
+    `full_sync` is the request that makes the drive write its cache, where the system has one."""
+    if full_sync is not None:
+        try:
+            fcntl.fcntl(descriptor, full_sync)
+            return
+        except OSError as error:
+            if error.errno not in _NOT_SUPPORTED:
+                raise
+    os.fsync(descriptor)
+
+
+def flush_names(folder: Path) -> None:
+    """Return once the names of the files in this folder are durable."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        flush(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def write_whole(path: Path, data: bytes, mode: int = 0o666) -> None:
@@ -19,16 +51,12 @@ def write_whole(path: Path, data: bytes, mode: int = 0o666) -> None:
         with os.fdopen(descriptor, "wb") as file:
             file.write(data)
             file.flush()
-            os.fsync(file.fileno())
+            flush(file.fileno())
         beside.replace(path)
     except BaseException:
         beside.unlink(missing_ok=True)
         raise
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)  # the name, too
-    finally:
-        os.close(folder)
+    flush_names(path.parent)
 
 
 def file_of(package: str, *parts: str) -> Path | None:

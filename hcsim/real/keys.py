@@ -26,7 +26,7 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from hcsim.errors import ConfigError
-from hcsim.files import write_whole
+from hcsim.files import flush, flush_names, write_whole
 from hcsim.identity.handshake import BOOT_BITS, Credentials
 from hcsim.identity.keys import SECRET_BYTES, SEED_BYTES, ClusterSecret, NodeKey
 from hcsim.identity.trust_list import TrustRecord
@@ -185,10 +185,11 @@ def _create_private(path: Path, data: bytes) -> bool:
             with os.fdopen(descriptor, "wb") as file:
                 file.write(data)
                 file.flush()
-                os.fsync(file.fileno())
+                flush(file.fileno())
             os.link(beside, path)  # fails if the name is taken, as a rename would not
         finally:
             os.unlink(beside)
+        flush_names(path.parent)
     except FileExistsError:
         return False
     except OSError as error:

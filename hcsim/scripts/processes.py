@@ -25,7 +25,7 @@ from hcsim.cluster.view import Member, View
 from hcsim.errors import HcsimError
 from hcsim.runtime.host import Host
 from hcsim.scripts.environment import RankSpec
-from hcsim.scripts.fork_server import REPLIES, EndRequest, ForkRequest
+from hcsim.scripts.fork_server import REPLIES, START_METHOD, EndRequest, ForkRequest, StartMethod
 from hcsim.scripts.ipc import (
     MESSAGES,
     IpcClosed,
@@ -37,6 +37,7 @@ from hcsim.scripts.ipc import (
     shared_file,
 )
 from hcsim.scripts.store import StoreClient
+from hcsim.workers import ONE_THREAD
 
 _LOOK_S = 1.0
 _ASK_S = 5.0
@@ -93,10 +94,6 @@ def _missing(member: Member, told: StatusReply) -> str:
     return links.get(member.node, "there is no connection to it")
 
 
-_ALONE = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-"""One thread for each rank: the order in which several threads add up is not deterministic."""
-
-
 class RankProcess:
     """One rank's process, with its socket and shared memory."""
 
@@ -109,14 +106,15 @@ class RankProcess:
 class RankProcesses:
     """All ranks' processes."""
 
-    def __init__(self) -> None:
+    def __init__(self, method: StartMethod = START_METHOD) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
             self._fork_server = subprocess.Popen(
-                [sys.executable, "-m", "hcsim.scripts.fork_server", str(theirs.fileno())],
+                [sys.executable, "-m", "hcsim.scripts.fork_server", str(theirs.fileno()), method],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
-                env={"PYTHONHASHSEED": "0", **os.environ, **_ALONE},
+                # The order in which several threads of a rank would add up is not deterministic.
+                env={"PYTHONHASHSEED": "0", **os.environ, **ONE_THREAD},
                 start_new_session=True,  # an interrupt is for us, and we end them
             )
         self._line = IpcConnection(ours, REPLIES)

@@ -189,6 +189,7 @@ class RankProxy:
     async def attend(self, say: Say) -> Left | None:
         """Serve the rank until its script ends. Return None if the process ended without a `Left` message."""
         conversation = self._process.conversation
+        await self._instant_end()  # so that ranks that start at once load their libraries side by side
         while True:
             try:
                 message = conversation.hear()

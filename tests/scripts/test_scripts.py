@@ -15,7 +15,7 @@ from torch import nn
 
 from hcsim.config import Crash, Pause, Restart, Scenario, parse_scenario
 from hcsim.runtime.host import Work
-from hcsim.scripts.fork_server import FORKS
+from hcsim.scripts.fork_server import START_METHOD
 from hcsim.scripts.ipc import ended_how
 from hcsim.scripts.processes import RankProcesses
 from hcsim.scripts.run import simulate_script
@@ -452,7 +452,7 @@ def test_what_a_script_begins_with_is_imported_early(tmp_path: Path, before: byt
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not FORKS, reason="every rank begins anew here")
+@pytest.mark.skipif(START_METHOD != "fork", reason="every rank begins anew here")
 def test_early_means_once_for_all_ranks(tmp_path: Path, processes: RankProcesses) -> None:
     script = tmp_path / "script.py"
     script.write_text("import os, scipy.signal\nprint('_sigtools' in open(f'/proc/{os.getppid()}/maps').read())")

@@ -31,6 +31,7 @@ from hcsim.errors import HcsimError
 from hcsim.real.hardware import best_torch_device, this_chip, training_step_error
 from hcsim.real.host import RealHost, RealOptions
 from hcsim.real.interfaces import host_name, leads_out, list_interfaces, output_of, reachable_at
+from hcsim.real.process import reachable_descriptors
 from hcsim.real.ssh import NOT_FOUND, SSH, SSH_FAILED
 from hcsim.runtime.host import Interface, Lan, Medium, Service
 
@@ -210,8 +211,8 @@ def check_power(system: System) -> CheckResult:
         return CheckResult(
             "power", "good", f"on mains power; sleep is{sleep.group(2).strip(' ()').removeprefix('sleep')}"
         )
-    found = f"falls asleep after {sleep.group(1)} min without input, also while it computes"
-    return CheckResult("power", "warning", found, "run it as `caffeinate -is hcsim run …`")
+    found = f"falls asleep after {sleep.group(1)} min without input; hcsim keeps it awake while it works (caffeinate)"
+    return CheckResult("power", "good", f"on mains power; {found}")
 
 
 def check_firewall(system: System) -> CheckResult:
@@ -326,11 +327,11 @@ def _describe(interface: Interface) -> str:
 def check_limits(system: System) -> list[CheckResult]:
     """Enough descriptors, and short enough paths of Unix sockets."""
     soft, hard = system.descriptors()
-    found = [CheckResult("descriptors", "good", f"{soft}")]
-    if 0 <= soft < FEWEST_DESCRIPTORS:
-        enough = hard < 0 or hard >= FEWEST_DESCRIPTORS
-        remedy = f"ulimit -n {FEWEST_DESCRIPTORS}" if enough else f"raise the hard limit, which is {hard}"
-        found = [CheckResult("descriptors", "warning", f"{soft} at once: 32 machines use up to 400", remedy)]
+    most = reachable_descriptors(soft, hard)
+    found = [CheckResult("descriptors", "good", f"{most}" if most >= 0 else "no limit")]
+    if 0 <= most < FEWEST_DESCRIPTORS:
+        remedy = f"raise the hard limit, which is {hard}: ulimit -Hn, as an administrator"
+        found = [CheckResult("descriptors", "warning", f"{most} at once: 32 machines use up to 400", remedy)]
     folder, longest = system.temporary_folder(), LONGEST_SOCKET_PATH.get(system.platform, 103)
     if len(os.fsencode(folder)) + OUR_SOCKET_NAME > longest:
         what = "set TMPDIR to a shorter folder, such as /tmp"

@@ -119,6 +119,16 @@ def test_a_healthy_mac_has_nothing_to_mend() -> None:
     assert not any(finding.remedy for finding in found)
 
 
+def test_what_a_node_sees_to_itself_is_no_fault() -> None:
+    """It keeps its machine awake, and raises the number of its open files."""
+    sleepy = Recorded({("pmset", "-g"): PMSET.format(sleep="10", low=0)}, descriptors=(256, -1))
+    found = {finding.check: finding for finding in all_of(sleepy)}
+    assert {finding.state for finding in found.values()} == {"good"}
+    assert "after 10 min" in found["power"].found
+    assert "hcsim keeps it awake" in found["power"].found
+    assert found["descriptors"].found == "10240"
+
+
 WIFI = Interface("en0", Medium.WIFI, None, ("192.0.2.7",))
 SLOW = Interface("en4", Medium.ETHERNET, 100e6, ("192.0.2.8",))
 FAST = Interface("en5", Medium.ETHERNET, 2.5e9, ("192.0.2.9",))
@@ -143,7 +153,6 @@ BRIDGE = Interface("bridge0", Medium.THUNDERBOLT, None, ("169.254.31.7",))
         (Recorded(missing=tuple(LOOPS)), "compiled loops", "warning", "compressors", "xcode-select --install"),
         (Recorded({("pmset", "-g", "batt"): BATTERY}), "power", "warning", "battery", "connect the power adapter"),
         (Recorded({("pmset", "-g"): PMSET.format(sleep="0", low=1)}), "power", "warning", "Low Power", "Never"),
-        (Recorded({("pmset", "-g"): PMSET.format(sleep="10", low=0)}), "power", "warning", "10 min", "caffeinate"),
         (
             Recorded(
                 {
@@ -175,7 +184,7 @@ BRIDGE = Interface("bridge0", Medium.THUNDERBOLT, None, ("169.254.31.7",))
         ),
         (Recorded(interfaces=(MACHINES, TUNNEL)), "network", "bad", "no other machine", "connect a cable"),
         (Recorded(interfaces=()), "network", "bad", "no interface has an address", "connect a cable"),
-        (Recorded(descriptors=(256, -1)), "descriptors", "warning", "256 at once", "ulimit -n 1024"),
+        (Recorded(descriptors=(256, 512)), "descriptors", "warning", "512 at once", "the hard limit, which is 512"),
         (Recorded(folder="/var/folders/" + "x" * 80), "temporary folder", "bad", "too long", "TMPDIR"),
     ],
 )  # fmt: skip

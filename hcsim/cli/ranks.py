@@ -110,6 +110,7 @@ async def joined(
 ) -> AsyncIterator[Group]:
     """Yield the group once all peers are connected. Until then, show the peers that are still missing."""
     from hcsim.launch.real import real_group  # a virtual run does without it
+    from hcsim.real.process import at_work
 
     absent: list[str] = []
 
@@ -117,24 +118,25 @@ async def joined(
         absent[:] = [f"rank {rank} at {place.peers[rank]}" for rank in ranks]
         progress.waiting(absent)
 
-    async with real_group(
-        place.rank,
-        place.peers,
-        options=Options(timeout_s=timeout_s),
-        wire=wire,
-        tls=place.tls,
-        insecure=place.insecure,
-        device=device,
-        metrics_at=place.metrics_at,
-        on_refused=progress.news,
-    ) as group:
-        try:
-            await assemble(group, wire.connect_timeout_s + _GRACE_S, missing)
-        except CollectiveError as error:
-            if isinstance(error.__cause__, ConfigError):  # waiting longer would not have helped
-                raise error.__cause__ from None
-            raise HcsimError(f"gave up waiting for {', '.join(absent)}: {error}") from None
-        yield group
+    with at_work(progress.news):  # the group holds it too, silently
+        async with real_group(
+            place.rank,
+            place.peers,
+            options=Options(timeout_s=timeout_s),
+            wire=wire,
+            tls=place.tls,
+            insecure=place.insecure,
+            device=device,
+            metrics_at=place.metrics_at,
+            on_refused=progress.news,
+        ) as group:
+            try:
+                await assemble(group, wire.connect_timeout_s + _GRACE_S, missing)
+            except CollectiveError as error:
+                if isinstance(error.__cause__, ConfigError):  # waiting longer would not have helped
+                    raise error.__cause__ from None
+                raise HcsimError(f"gave up waiting for {', '.join(absent)}: {error}") from None
+            yield group
 
 
 def for_real(group: Group, who: str = "") -> str:

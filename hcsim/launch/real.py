@@ -22,6 +22,7 @@ from hcsim.launch import DEFAULT_PORT
 from hcsim.real.host import RealHost, RealOptions, check_loopback
 from hcsim.real.interfaces import host_name, reachable_at
 from hcsim.real.keys import beside_a_node, load_credentials
+from hcsim.real.process import at_work
 from hcsim.real.tls import ClusterTls, TlsFiles
 from hcsim.runtime.address import parse, with_port
 from hcsim.telemetry.trace import Sink, Trace
@@ -118,7 +119,11 @@ async def serve_coordinator(
     secured = tls if proved is None else ClusterTls(proved.key, proved.secret)
     options = RealOptions("coordinator", seed=secrets.randbits(64), tls=secured, insecure=insecure, state=state)
     once = LogDeduplicator(tell)
-    async with RealHost(options, on_refused=lambda error: once(f"a call was not taken: {error}")) as host:
+    async with AsyncExitStack() as stack:
+        stack.enter_context(at_work(tell))
+        host = await stack.enter_async_context(
+            RealHost(options, on_refused=lambda error: once(f"a call was not taken: {error}"))
+        )
         inside = host if proved is None else admitted(host, proved, tell)
         coordinator = Coordinator(inside, policy, note=tell)
         listener = await inside.listen(listen)
@@ -144,12 +149,13 @@ async def real_member(
     once = LogDeduplicator(tell)
     trace = None if sink is None else Trace(sink)
     here = RealHost(options, trace=trace, on_refused=lambda error: once(f"a call was not taken: {error}"))
-    async with here as host, _serving(node.metrics_at, host):
-        try:
-            yield host, proved
-        finally:
-            if trace is not None:
-                trace.digest()  # hands on the last events
+    with at_work(tell):
+        async with here as host, _serving(node.metrics_at, host):
+            try:
+                yield host, proved
+            finally:
+                if trace is not None:
+                    trace.digest()  # hands on the last events
 
 
 def real_introduction(host: RealHost, node: RealNode, cluster: Cluster, proved: Credentials) -> NodeInfo:
@@ -190,6 +196,7 @@ async def real_group(
     refusals = RefusalLog(LogDeduplicator(on_refused))
     us = GroupMembership(rank, addresses, wire=wire or Wire(), refusals=refusals)
     async with AsyncExitStack() as stack:
+        stack.enter_context(at_work())
         named = RealOptions(
             name=f"rank {rank}",
             seed=secrets.randbits(64),

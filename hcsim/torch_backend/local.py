@@ -12,7 +12,7 @@ import socket
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
@@ -26,6 +26,7 @@ from hcsim.identity.handshake import Credentials
 from hcsim.real.host import RealHost, RealOptions
 from hcsim.real.interfaces import host_name, list_interfaces, reachable_at
 from hcsim.real.keys import beside_a_node, default_home, load_credentials
+from hcsim.real.process import at_work
 from hcsim.real.tls import ClusterTls
 from hcsim.runtime.address import address_at
 from hcsim.runtime.host import Host
@@ -224,6 +225,8 @@ class LocalEngine:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="hcsim", daemon=True)
         self._thread.start()
+        self._work = ExitStack()
+        self._work.enter_context(at_work())
         self._host = self.run(self._make_host())
         atexit.register(self._leave)
         os.register_at_fork(after_in_child=self._stay_behind)
@@ -288,7 +291,7 @@ class LocalEngine:
 
     def _leave(self) -> None:
         """Leave at the program's exit; flush what was sent."""
-        with suppress(TimeoutError):
+        with suppress(TimeoutError), self._work:
             self.run(self._end(), _LEAVE_S)
         self.hand_over(self._loop.stop)
 

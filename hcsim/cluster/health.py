@@ -27,6 +27,9 @@ _RHYTHM = 5
 _SMOOTHING = 0.2
 """The weight of the newest round trip in the average. Higher values follow faster."""
 
+_SHORT_SLEEP_S = 2.0
+"""No peer suspects a machine for less."""
+
 
 class PauseDetector:
     """Detects that this process was suspended or starved: it did not look when it meant to."""
@@ -42,6 +45,21 @@ class PauseDetector:
             return 0.0
         self.due_s = now
         return away_s
+
+
+class SleepDetector:
+    """Detects that this machine slept, its lid closed perhaps: its peers have gone on without it."""
+
+    def __init__(self, asleep_s: float) -> None:
+        self._asleep_s = asleep_s
+
+    def report(self, asleep_s: float) -> str:
+        """Return what a person should know of the time slept since the last report; empty where it is short."""
+        slept_s = asleep_s - self._asleep_s
+        if slept_s < _SHORT_SLEEP_S:
+            return ""
+        self._asleep_s = asleep_s
+        return f"this machine slept for {slept_s:.0f} s"
 
 
 class FailureDetector:

@@ -14,7 +14,7 @@ from hcsim.cluster.agreement import AcceptorState
 from hcsim.cluster.control_connections import ControlConnections
 from hcsim.cluster.diagnosis import SLOWER, Accusation, ViewFailure
 from hcsim.cluster.discovery import Announcement, Discovery
-from hcsim.cluster.health import FailureDetector, PauseDetector
+from hcsim.cluster.health import FailureDetector, PauseDetector, SleepDetector
 from hcsim.cluster.membership import (
     AdoptView,
     CheckMembers,
@@ -94,6 +94,7 @@ class ClusterNode:
         self._sent: dict[int, float] = {}
         self._number = 1
         self._watch = PauseDetector(math.inf, self._beat.interval_s / _LOOKS)
+        self._sleep = SleepDetector(host.clock.asleep())
         self._news = BroadcastEvent()
         self._overs: dict[int, asyncio.Future[str]] = {}
         self._review = asyncio.Event()
@@ -387,6 +388,9 @@ class ClusterNode:
     def _look(self) -> None:
         """Suspect silent peers, unless this process itself was suspended."""
         now = self._now()
+        if slept := self._sleep.report(self._host.clock.asleep()):
+            self._host.trace("cluster", slept)
+            self._tell(slept)
         if away_s := self._watch.away_s(now):
             self._host.trace("stood still", away_s)
             for pulse in self._pulses.values():

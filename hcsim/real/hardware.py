@@ -159,6 +159,12 @@ def _numpy_exercise(kind: Literal["matmul", "axpy"], size: int) -> Callable[[], 
     return partial(np.add, vector, total, total)
 
 
+if sys.platform == "darwin":
+    _SLEEPLESS = time.CLOCK_MONOTONIC_RAW
+else:
+    _SLEEPLESS = time.CLOCK_BOOTTIME
+
+
 class RealClock:
     """The machine's monotonic clock."""
 
@@ -172,6 +178,10 @@ class RealClock:
     def elapsed(self) -> float:
         """Return the same as `now`, since this clock never jumps."""
         return time.monotonic()
+
+    def asleep(self) -> float:
+        """Return the difference between a clock that goes on while the machine sleeps, and this one."""
+        return time.clock_gettime(_SLEEPLESS) - time.monotonic()
 
     async def sleep(self, seconds: float) -> None:
         """Wait; zero or less lets every other ready task run once."""

@@ -32,7 +32,10 @@ class Clock(Protocol):
         """Return the seconds since a fixed origin of this host."""
 
     def elapsed(self) -> float:
-        """Return a monotonic time, for measuring durations."""
+        """Return a monotonic time, for measuring durations. It stands still while the machine sleeps."""
+
+    def asleep(self) -> float:
+        """Return for how long the machine has slept, since a fixed moment."""
 
     async def sleep(self, seconds: float) -> None:
         """Sleep; zero or less lets every other ready task run once."""

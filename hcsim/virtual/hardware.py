@@ -227,12 +227,16 @@ class VirtualClock:
         self.offset_s = 0.0
         self._elapsed_offset_s = 0.0
         self._stood_at_s: float | None = None
+        self._asleep_s = 0.0
 
     def now(self) -> float:
         return self._loop.time() * self._rate + self.offset_s
 
     def elapsed(self) -> float:
         return self._loop.time() * self._rate + self._elapsed_offset_s
+
+    def asleep(self) -> float:
+        return self._asleep_s
 
     async def sleep(self, seconds: float) -> None:
         await asyncio.sleep(seconds / self._rate)
@@ -258,13 +262,16 @@ class VirtualClock:
     def go_on(self) -> None:
         """Continue the monotonic clock."""
         if self._stood_at_s is not None:
-            self._elapsed_offset_s += self._stood_at_s - self.elapsed()
+            slept_s = self.elapsed() - self._stood_at_s
+            self._elapsed_offset_s -= slept_s
+            self._asleep_s += slept_s
             self._stood_at_s = None
 
     def go_on_from(self, before: VirtualClock) -> None:
         """Take over the state of the clock in the machine's previous life."""
         before.go_on()
         self._rate, self.offset_s, self._elapsed_offset_s = before._rate, before.offset_s, before._elapsed_offset_s
+        self._asleep_s = before._asleep_s
 
 
 class VirtualStore:

@@ -14,9 +14,22 @@ from hcsim.cluster.discovery import Announcement
 from hcsim.cluster.membership_source import NodeInfo
 from hcsim.cluster.node import ClusterNode
 from hcsim.cluster.view import ASTRAY_S, PATIENCE_S, View
-from hcsim.config import AnyFault, Cluster, Crash, FullDisk, Heartbeat, Partition, Pause, Reset, Restart, SlowDisk
+from hcsim.config import (
+    AnyFault,
+    ClockJump,
+    Cluster,
+    Crash,
+    FullDisk,
+    Heartbeat,
+    Lid,
+    Partition,
+    Pause,
+    Reset,
+    Restart,
+    SlowDisk,
+)
 from hcsim.runtime.host import kept
-from hcsim.units import PositiveSeconds, Seconds
+from hcsim.units import PositiveSeconds, Seconds, SignedSeconds
 from hcsim.virtual.host import VirtualHost
 from hcsim.virtual.world import HostCrashed
 from tests.cluster.nodes import Party
@@ -157,6 +170,20 @@ def test_one_that_leaves_the_smaller_side_of_a_cluster_that_split_gets_out():
     party.run(110)
     assert [seconds < party.config.beat.timeout_s for seconds in took_s] == [True]
     assert [party.members(name)[-1] for name in "abde"] == [("a", "b", "e"), ("a", "b", "e"), ("d",), ("a", "b", "e")]
+
+
+@pytest.mark.parametrize("connections", ["kept", "dead"])
+def test_a_machine_says_how_long_it_slept_and_no_other_clock_is_taken_for_sleep(connections):
+    lid = Lid(at_s=Seconds(3), node="b", duration_s=PositiveSeconds(60), connections=connections)
+    jump = ClockJump(at_s=Seconds(5), node="a", by_s=SignedSeconds(3600))
+    party = Party(ABC, [lid, jump]).run(75)
+    assert [(name, what) for name, what in party.told if "slept" in what] == [("b", "this machine slept for 60 s")]
+    assert party.members("b")[-1] == ("a", "c", "b")
+
+
+def test_a_short_sleep_is_not_worth_a_line():
+    party = Party(ABC, [Lid(at_s=Seconds(3), node="b", duration_s=PositiveSeconds(0.5))]).run(10)
+    assert not [what for _, what in party.told if "slept" in what]
 
 
 def test_two_that_do_not_reach_each_other_are_not_both_in_a_view():

@@ -225,6 +225,15 @@ def test_a_clock_moves_at_least_as_far_as_one_sleeps(arena):
     arena.run(body)
 
 
+def test_a_machine_that_is_awake_gathers_no_sleep(arena):
+    async def body(left, right):
+        before_s = left.clock.asleep()
+        await left.clock.sleep(0.3)
+        assert left.clock.asleep() - before_s == pytest.approx(0.0, abs=0.2)  # two clocks are read, one after the other
+
+    arena.run(body)
+
+
 @pytest.mark.parametrize("seconds", [0, -1])
 def test_sleeping_for_nothing_lets_ready_tasks_run(arena, seconds):
     async def body(left, right):

@@ -34,6 +34,7 @@ from hcsim.cluster.coordinator.messages import (
 )
 from hcsim.cluster.coordinator.state import NEXT
 from hcsim.cluster.diagnosis import Accusation, Diagnosis, Findings, ViewFailure
+from hcsim.cluster.health import SleepDetector
 from hcsim.cluster.membership_source import MemberCheck, NodeInfo
 from hcsim.cluster.probe import Routes
 from hcsim.cluster.view import JobTerms, Member, View
@@ -77,6 +78,7 @@ class CoordinatorClient:
         self.endures = False
         """Whether the worker tolerates an unreachable coordinator as long as it has no request to it."""
         self._asking = 0
+        self._sleep = SleepDetector(host.clock.asleep())
         self._lost = ""
         """Why the coordinator has to be found again."""
 
@@ -279,6 +281,9 @@ class CoordinatorClient:
         assert line is not None
         try:
             while True:
+                if slept := self._sleep.report(self.host.clock.asleep()):
+                    self.host.trace("coordinated worker", slept)
+                    self._tell(slept)
                 await self._notice(await line.call(messages.HEARTBEAT, self._generation, deadline_s=policy.silence_s))
                 try:
                     async with self.host.clock.timeout(policy.heartbeat_s):

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from hcsim.cluster.coordinator import Coordinator, CoordinatorClient, CoordinatorPolicy, GenerationRoster
+from hcsim.cluster.coordinator.messages import Register
 from hcsim.collectives.group import Group
 from hcsim.collectives.select import Options
-from hcsim.config import Pause, Reset
+from hcsim.config import Lid, Pause, Reset
 from hcsim.errors import (
     CallRefused,
     ChannelBroken,
@@ -385,6 +386,22 @@ def test_a_worker_that_was_stuck_comes_back_under_its_rank():
         return str(caught.value)
 
     run_virtual(NAMES, body, (Pause(at_s=1.0, node="w1", duration_s=3.0),))
+
+
+def test_a_worker_that_slept_says_so_when_it_is_back():
+    said: list[str] = []
+
+    async def body(stage):
+        coordinator = await stage.coordinator(quick(2, least=1))
+        other = await stage.join("w0")
+        host = stage.hosts["w1"]
+        who = Register("w1", 1, stage.addresses["w1"])
+        worker = await CoordinatorClient.registered(host, stage.addresses["hub"], who, tell=said.append)
+        await stage.hosts["hub"].clock.sleep(60.0)
+        await shut(stage, coordinator, other, worker)
+
+    run_virtual(NAMES, body, (Lid(at_s=1.0, node="w1", duration_s=40.0),))
+    assert [what for what in said if "slept" in what] == ["this machine slept for 40 s"]
 
 
 def test_a_coordinator_that_cannot_write_tells_people_and_goes_on_when_it_can(tmp_path):

@@ -63,11 +63,11 @@ def test_sleeps_that_overlap_count_once_and_a_stopwatch_never_runs_backwards():
         Pause(at_s=12.0, node="a", duration_s=8.0),
     )
 
-    async def program(host: Any) -> tuple[float, float]:
+    async def program(host: Any) -> tuple[float, float, float]:
         await host.clock.sleep(2.0)
-        return world.loop.time(), host.clock.elapsed()
+        return world.loop.time(), host.clock.elapsed(), host.clock.asleep()
 
-    assert world.run_on_all(program)[0] == pytest.approx((20.0, 5.0))
+    assert world.run_on_all(program)[0] == pytest.approx((20.0, 5.0, 15.0))
 
 
 @pytest.mark.parametrize("connections", ["kept", "dead"])

@@ -32,6 +32,7 @@ from hcsim.real.hardware import best_torch_device, this_chip, training_step_erro
 from hcsim.real.host import RealHost, RealOptions
 from hcsim.real.interfaces import host_name, leads_out, list_interfaces, output_of, reachable_at
 from hcsim.real.process import reachable_descriptors
+from hcsim.real.sockets import LOCAL_NETWORK
 from hcsim.real.ssh import NOT_FOUND, SSH, SSH_FAILED
 from hcsim.runtime.host import Interface, Lan, Medium, Service
 
@@ -454,7 +455,7 @@ async def ask_by_ssh(host: str, program: str, look: str) -> tuple[int, str]:
 
 def _ssh_remedy(host: str, output: str, system: str) -> str:
     if "No route to host" in output and system == "darwin":
-        return "System Settings › Privacy & Security › Local Network: allow the program that you type this in"
+        return LOCAL_NETWORK
     if "resolve hostname" in output:
         return f"in a home network machines are called NAME.local: --hosts {host.removesuffix('.local')}.local"
     if "Permission denied" in output or "Host key verification" in output:

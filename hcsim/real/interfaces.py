@@ -114,6 +114,20 @@ def link_local_interfaces(version: int) -> tuple[str, ...]:
     )
 
 
+def is_in_own_network(host: str) -> bool:
+    """Return whether this is the IP address of a machine in a network that an interface of this one is in."""
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    for adapter in ifaddr.get_adapters():
+        for ip in adapter.ips:
+            ours = ip.ip if isinstance(ip.ip, str) else ip.ip[0]
+            if address in ipaddress.ip_network(f"{ours}/{ip.network_prefix}", strict=False):
+                return True
+    return False
+
+
 def host_name() -> str:
     """Return this machine's host name without its domain."""
     return re.sub(r"[^A-Za-z0-9-]", "-", socket.gethostname().partition(".")[0]) or "node"

@@ -8,6 +8,7 @@ parent shares with others.
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import socket
 import ssl
@@ -17,8 +18,14 @@ from contextlib import suppress
 from typing import Protocol
 from weakref import WeakSet
 
-from hcsim.errors import ChannelBroken, ChannelError, PeerRefused, RemoteProtocolError, WrongPeer
+from hcsim.errors import ChannelBroken, ChannelError, ConfigError, PeerRefused, RemoteProtocolError, WrongPeer
+from hcsim.real.interfaces import is_in_own_network
+from hcsim.runtime.address import parse
 
+LOCAL_NETWORK = (
+    "System Settings › Privacy & Security › Local Network: allow the program that hcsim was started in "
+    "(iTerm, VS Code and others need that; Terminal and ssh do not)"
+)
 _RECORD_STARTS = {
     b"\x15\x03": "expects TLS, and we spoke plaintext to it",
     b"\x16\x03": "spoke TLS to a plaintext port",
@@ -89,7 +96,20 @@ def translated(error: OSError, peer: str) -> ChannelError:
         return PeerRefused(f"nobody listens at {peer}", peer)
     if isinstance(error, ConnectionResetError | BrokenPipeError):
         return ChannelBroken(f"{peer} reset the connection", peer)
-    return ChannelBroken(f"the connection to {peer} failed: {error.strerror or str(error) or 'no answer'}", peer)
+    why = error.strerror or str(error) or "no answer"
+    if error.errno == errno.EHOSTUNREACH and sys.platform == "darwin" and _is_in_reach(peer):
+        why += f"; if {peer} is on: {LOCAL_NETWORK}"
+    return ChannelBroken(f"the connection to {peer} failed: {why}", peer)
+
+
+def _is_in_reach(peer: str) -> bool:
+    """Return whether the peer is in a network of this machine's own, where no route is needed: macOS says that there is
+    none when it keeps a program off the local network."""
+    try:
+        hosts = parse(peer).hosts
+    except ConfigError:  # what a connection that was accepted is called
+        return False
+    return any(host.endswith(".local") or is_in_own_network(host) for host in hosts)
 
 
 def is_final(error: OSError | None) -> bool:

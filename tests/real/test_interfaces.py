@@ -9,6 +9,7 @@ import pytest
 from hcsim.real.interfaces import (
     best_first,
     is_apples_own,
+    is_in_own_network,
     linux_medium,
     list_interfaces,
     macos_medium,
@@ -320,8 +321,7 @@ PORTS = """
 {address}: 00:00:5e:00:53:19
 
 {vlans}
-===================
-"""
+============"""
 WORDS = ("port", "device", "address", "wifi", "bridge", "adapter", "vlans")
 LANGUAGES = {
     "English": (
@@ -425,3 +425,10 @@ def test_linux_tells_which_addresses_are_temporary_or_deprecated() -> None:
 fe800000000000000000000000000001 02 40 20 80   eth0
 """
     assert parse_if_inet6(listing) == ["2001:db8::2", "2001:db8::3"]
+=======
+@pytest.mark.parametrize(
+    ("host", "own"),
+    [("127.0.0.9", True), ("::1", True), ("203.0.113.1", False), ("2001:db8::1", False), ("mini.local", False)],
+)
+def test_which_machines_are_in_a_network_of_our_own(host: str, own: bool) -> None:
+    assert is_in_own_network(host) is own

@@ -28,6 +28,7 @@ import msgspec
 from hcsim.cluster.probe import DeviceSpeed, measure_speed
 from hcsim.config import CATALOGUE, Cluster
 from hcsim.errors import HcsimError
+from hcsim.loops import how_to_build, missing_loops
 from hcsim.real.hardware import best_torch_device, this_chip, training_step_error
 from hcsim.real.host import RealHost, RealOptions
 from hcsim.real.interfaces import host_name, leads_out, list_interfaces, output_of, reachable_at
@@ -50,12 +51,6 @@ MOST_SKEW_S = 5.0
 LOOK_S = 3.0
 FIREWALL = "/usr/libexec/ApplicationFirewall/socketfilterfw"
 LIBRARIES = ("numpy", "torch", "mlx")
-LOOPS: Mapping[str, str] = {
-    "hcsim.compressors.kernels.compiled": "compressors",
-    "hcsim.real.folding": "sums on receipt",
-    "hcsim.real.shm.rings": "shared memory",
-}
-"""Compiled modules, and what is slower without them."""
 
 
 class CheckResult(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -181,14 +176,9 @@ def check_python(version: tuple[int, ...] = tuple(sys.version_info[:3])) -> Chec
 
 def check_loops(system: System) -> CheckResult:
     """The compiled inner loops were built when hcsim was installed."""
-    missing = [what for module, what in LOOPS.items() if not system.has_module(module)]
-    if not missing:
-        return CheckResult("compiled loops", "good", "all are there")
-    compiler = "xcode-select --install" if system.platform == "darwin" else "install a C compiler and Python's headers"
-    found = f"not built, and so slower: {', '.join(missing)}"
-    return CheckResult(
-        "compiled loops", "warning", found, f"{compiler}; then pip install --force-reinstall --no-deps hcsim"
-    )
+    if missing := missing_loops(system.has_module):
+        return CheckResult("compiled loops", "warning", missing, how_to_build(system.platform))
+    return CheckResult("compiled loops", "good", "all are there")
 
 
 def check_power(system: System) -> CheckResult:

@@ -17,7 +17,6 @@ from hcsim.cluster.probe import DeviceSpeed
 from hcsim.config import Cluster
 from hcsim.doctor import (
     FIREWALL,
-    LOOPS,
     Ask,
     CheckResult,
     Facts,
@@ -37,6 +36,7 @@ from hcsim.doctor import (
     examine_host,
     judged_speed,
 )
+from hcsim.loops import LOOPS
 from hcsim.runtime.host import Interface, Medium, Service, Sighting
 
 PMSET = """\

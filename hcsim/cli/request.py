@@ -16,6 +16,7 @@ from hcsim.cli.settings import Settings, ThisMachine, WireSettings, seconds
 from hcsim.config import Cluster, Job, Scenario, Training, load_scenario, parse_scenario, shipped_scenarios
 from hcsim.config.scenario import first_nodes
 from hcsim.errors import ConfigError
+from hcsim.loops import how_to_build, missing_loops
 from hcsim.registry import load_plugin
 from hcsim.runtime.address import split_address
 from hcsim.transport.groups import Wire
@@ -36,7 +37,7 @@ _BY_ITSELF = "with `hcsim run --real`"
 
 def run(options: RunOptions) -> bool:
     """`hcsim run`. Return whether the run succeeded."""
-    _load(options.plugin)
+    _prepare(options.plugin)
     learned = {f"training.{name}": getattr(options, name) for name in ("task", "strategy", "compressor", "steps")}
     if options.what is not None and options.what.endswith(".py"):
         trained = {f"--{name.removeprefix('training.')}": value for name, value in learned.items()}
@@ -58,7 +59,7 @@ def bench(options: BenchOptions) -> bool:
     """`hcsim bench`. Return whether all results were right."""
     from hcsim.cli.ranks import run_virtual
 
-    _load(options.plugin)
+    _prepare(options.plugin)
     names = ("operation", "size", "dtype", "repeat", "algorithm")
     settings = Settings(options.set, {f"job.{name}": getattr(options, name) for name in names})
     text, _ = _standard_input(options.scenario)
@@ -71,7 +72,7 @@ def bench(options: BenchOptions) -> bool:
 
 def rank(options: RankOptions) -> bool:
     """`hcsim rank`. Return whether the run succeeded."""
-    _load(options.plugin)
+    _prepare(options.plugin)
     settings = Settings(options.set, {"job.operation": options.operation, "training.task": options.task})
     text, _ = _standard_input(options.job)
     chosen = _scenario(options.job, text, options.seed) if options.job is not None else None
@@ -218,7 +219,10 @@ def _virtual(options: RunOptions, chosen: Scenario, settings: Settings, training
     return train_virtual(chosen, training, wire, files, options.save)
 
 
-def _load(plugins: Sequence[str] | None) -> None:
+def _prepare(plugins: Sequence[str] | None) -> None:
+    """Load the plugins, and say what the installation lacks."""
+    if missing := missing_loops():
+        screen.note(f"{missing}; to get it: {how_to_build()}")
     for plugin in plugins or ():
         load_plugin(plugin)
 

@@ -155,3 +155,21 @@ def forget(
         from hcsim.cli.membership import forget_machine
 
         forget_machine(machine, home(), name, tuple(peer or ()), look)
+
+
+@app.command()
+def unit(
+    command: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="-- COMMAND…", help="What the machine does: run --real job.toml --state FOLDER, …"),
+    ] = None,
+    name: Name = CLUSTER,
+    launchd: Annotated[
+        bool | None, typer.Option("--launchd/--systemd", help="For which system; left out: for this one.")
+    ] = None,
+) -> None:
+    """Print a launchd or systemd file, so that this machine takes part whenever it is on."""
+    with errors_told():
+        from hcsim.cli.unit import print_unit
+
+        print_unit(name, command or (), for_launchd=sys.platform == "darwin" if launchd is None else launchd)

@@ -151,9 +151,13 @@ def beside_a_node(credentials: Credentials) -> Credentials:
     return msgspec.structs.replace(credentials, boot=0)
 
 
-def _cluster_file(home: Path, name: str) -> Path:
+def check_cluster_name(name: str) -> None:
     if not _NAME.fullmatch(name):
         raise ConfigError(f"{name!r} cannot be the name of a cluster: use small letters, digits, - and _, up to 32")
+
+
+def _cluster_file(home: Path, name: str) -> Path:
+    check_cluster_name(name)
     return home / "clusters" / name
 
 

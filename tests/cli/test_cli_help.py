@@ -17,7 +17,7 @@ from hcsim.cli.errors import BAD_INPUT
 ROOT = Path(__file__).parents[2]
 MOST_OPTIONS = 14
 COMMANDS = ("run", "bench", "rank", "list", "sweep", "doctor", "topology", "fuzz", "evaluate", "coordinator", "cluster")
-OF_A_CLUSTER = ("create", "join", "invite", "members", "expel", "rotate", "phrase", "status", "forget")
+OF_A_CLUSTER = ("create", "join", "invite", "members", "expel", "rotate", "phrase", "status", "forget", "unit")
 
 
 def shown(*command: str) -> str:

@@ -285,16 +285,19 @@ def raised(failure: ErrorReport) -> HcsimError:
     return error
 
 
-_IN_MEMORY = Path("/dev/shm")
+IN_MEMORY = Path("/dev/shm")
+"""Files in memory, on Linux."""
 _ALIGNED_BYTES = 64
 _SMALLEST_PART_BYTES = 4 << 20
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 
-def shared_file() -> int:
+def shared_file(in_memory: Path = IN_MEMORY) -> int:
     """Return the descriptor of an anonymous file, which is deleted with its last user. The caller owns the
-    descriptor."""
-    with tempfile.TemporaryFile(dir=_IN_MEMORY if os.access(_IN_MEMORY, os.W_OK) else None) as file:
+    descriptor.
+
+    It is in that folder, or in the temporary one where that does not exist (macOS)."""
+    with tempfile.TemporaryFile(dir=in_memory if os.access(in_memory, os.W_OK) else None) as file:
         return os.dup(file.fileno())
 
 

@@ -164,6 +164,37 @@ def test_where_names_are_files_the_door_is_one_that_only_we_can_open(
     run(body())
 
 
+@pytest.mark.parametrize("length", [50, 90])
+def test_a_temporary_folder_may_have_a_longer_path_than_a_socket(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, length: int
+) -> None:
+    """macOS's is 49 characters long."""
+    folder = tmp_path / ("x" * max(1, length - len(str(tmp_path)) - 1))
+    folder.mkdir()
+    monkeypatch.setattr(rendezvous, "ABSTRACT", False)
+    monkeypatch.setattr(rendezvous.tempfile, "gettempdir", lambda: str(folder))
+
+    async def body() -> None:
+        assert await between(RealOptions("left"), RealOptions("right"), "[::1]:0") == {"shared memory"}
+
+    run(body())
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root gives folders away")
+def test_a_folder_that_another_user_made_first_is_not_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(rendezvous, "ABSTRACT", False)
+    monkeypatch.setattr(rendezvous.tempfile, "gettempdir", lambda: str(tmp_path))
+    squatted = tmp_path / f"hcsim-{os.getuid()}"
+    squatted.mkdir(mode=0o777)
+    os.chown(squatted, NOBODY, NOBODY)
+
+    async def body() -> None:
+        assert await between(RealOptions("left"), RealOptions("right")) == {"TCP"}
+        assert not [*squatted.iterdir()]
+
+    run(body())
+
+
 NOBODY = 65534
 KNOCKS = """
 import os, socket, sys

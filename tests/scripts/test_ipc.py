@@ -15,18 +15,22 @@ from hcsim.scripts.ipc import FAILURES, IpcClosed, IpcConnection, RankFailed, fa
 Ends = tuple[IpcConnection[RankFailed], IpcConnection[RankFailed]]
 
 
-@pytest.fixture
-def ends() -> Iterator[Ends]:
+@pytest.fixture(params=[None, 4096], ids=["usual buffers", "8 KiB, as on macOS"])
+def ends(request: pytest.FixtureRequest) -> Iterator[Ends]:
     one, other = socket.socketpair()
     with one, other:
+        if request.param is not None:  # Linux takes twice as much
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, request.param)
+            other.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, request.param)
         yield IpcConnection(one, FAILURES, descriptors=1), IpcConnection(other, FAILURES, descriptors=1)
 
 
 def test_messages_that_have_piled_up_are_read_one_by_one(ends: Ends) -> None:
     said = [RankFailed(rank, "x" * (rank * 999)) for rank in range(20)]
-    for message in said:
-        ends[0].say(message)
+    saying = threading.Thread(target=lambda: [ends[0].say(message) for message in said])
+    saying.start()
     assert [ends[1].hear() for _ in said] == said
+    saying.join()
 
 
 def test_a_request_is_answered_however_large_it_is(ends: Ends) -> None:

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hcsim.scripts.ipc import SharedArray, SharedMemoryAllocator, SharedMemoryMap, shared_file
+from hcsim.scripts.ipc import IN_MEMORY, SharedArray, SharedMemoryAllocator, SharedMemoryMap, shared_file
 
 Turn = tuple[bool, int]
 
 
+@pytest.mark.parametrize("folder", [IN_MEMORY, Path("/absent")], ids=["in memory", "as on macOS"])
 @settings(max_examples=30)
-@given(st.lists(st.tuples(st.booleans(), st.integers(0, 3 << 20)), max_size=40))
-def test_arrays_never_overlap_and_both_sides_see_the_same(turns: list[Turn]) -> None:
-    descriptor = shared_file()
+@given(turns=st.lists(st.tuples(st.booleans(), st.integers(0, 3 << 20)), max_size=40))
+def test_arrays_never_overlap_and_both_sides_see_the_same(folder: Path, turns: list[Turn]) -> None:
+    descriptor = shared_file(folder)
+    assert os.fstat(descriptor).st_nlink == 0, "it goes with its last user"
     arena, other = SharedMemoryAllocator(descriptor), SharedMemoryMap(os.dup(descriptor))
     held: list[tuple[SharedArray, np.ndarray, int]] = []
     for number, (give_back, size) in enumerate(turns):

@@ -43,6 +43,10 @@ _ANSWER_S = 5.0
 where the kernel accepts for it."""
 _PROCESS_BYTES = 8
 _CLOSED_ON_EXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
+_LONGEST_PATH_BYTES = 103
+"""A Unix socket's address has 104 bytes on macOS, with the zero at its end; Linux has four more."""
+_SHORT = "/tmp"
+"""Where sockets go if the temporary folder's path is too long for them."""
 _EVERYWHERE = ("0.0.0.0", "::")
 _SOL_LOCAL, _LOCAL_PEERCRED, _LOCAL_PEERPID = 0, 1, 2
 """Constants of macOS's <sys/un.h>, which Python does not define."""
@@ -213,9 +217,13 @@ def _place(sockaddr: Any, *, tls: bool) -> str:
     name = f"hcsim-{_VERSION}-{'tls-' if tls else ''}{join_address((sockaddr[0], sockaddr[1]))}"
     if ABSTRACT:
         return f"\0{name}"
-    folder = Path(tempfile.gettempdir()) / f"hcsim-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    return str(folder / name)
+    folder = f"hcsim-{os.getuid()}"
+    paths = (Path(base, folder, name) for base in (tempfile.gettempdir(), _SHORT))
+    path = next(path for path in paths if len(os.fsencode(path)) <= _LONGEST_PATH_BYTES)
+    path.parent.mkdir(mode=0o700, exist_ok=True)
+    if path.parent.lstat().st_uid != os.getuid():
+        raise PermissionError(f"{path.parent} is another user's")
+    return str(path)
 
 
 def _remove(place: str) -> None:

@@ -23,6 +23,7 @@ from hcsim.cluster.messages import StatusReply, StatusRequest
 from hcsim.cluster.node import GONE, ClusterNode
 from hcsim.cluster.view import Member, View
 from hcsim.errors import HcsimError
+from hcsim.real.process import raise_descriptors
 from hcsim.runtime.host import Host
 from hcsim.scripts.environment import RankSpec
 from hcsim.scripts.fork_server import REPLIES, START_METHOD, EndRequest, ForkRequest, StartMethod
@@ -107,6 +108,7 @@ class RankProcesses:
     """All ranks' processes."""
 
     def __init__(self, method: StartMethod = START_METHOD) -> None:
+        raise_descriptors()  # each rank takes two
         ours, theirs = socket.socketpair()
         with theirs:
             self._fork_server = subprocess.Popen(

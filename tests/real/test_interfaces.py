@@ -425,10 +425,11 @@ def test_linux_tells_which_addresses_are_temporary_or_deprecated() -> None:
 fe800000000000000000000000000001 02 40 20 80   eth0
 """
     assert parse_if_inet6(listing) == ["2001:db8::2", "2001:db8::3"]
-=======
+
+
 @pytest.mark.parametrize(
     ("host", "own"),
-    [("127.0.0.9", True), ("::1", True), ("203.0.113.1", False), ("2001:db8::1", False), ("mini.local", False)],
+    [("127.0.0.1", True), ("::1", True), ("203.0.113.1", False), ("2001:db8::1", False), ("mini.local", False)],
 )
 def test_which_machines_are_in_a_network_of_our_own(host: str, own: bool) -> None:
     assert is_in_own_network(host) is own

@@ -16,7 +16,7 @@ def unreachable() -> OSError:
 
 
 @pytest.mark.parametrize(
-    "peer", ["127.0.0.9:52415", "203.0.113.1|127.0.0.9:52415", "mini.local:52415", "ws://[::1]:80/x"]
+    "peer", ["127.0.0.1:52415", "203.0.113.1|127.0.0.1:52415", "mini.local:52415", "ws://[::1]:80/x"]
 )
 def test_macos_says_no_route_where_it_keeps_a_program_off_the_local_network(
     peer: str, monkeypatch: pytest.MonkeyPatch
@@ -29,10 +29,10 @@ def test_macos_says_no_route_where_it_keeps_a_program_off_the_local_network(
 @pytest.mark.parametrize(
     ("platform", "peer", "error"),
     [
-        ("linux", "127.0.0.9:52415", unreachable()),
+        ("linux", "127.0.0.1:52415", unreachable()),
         ("darwin", "203.0.113.1:52415", unreachable()),  # beyond a router, which may really have no route
         ("darwin", "a caller", unreachable()),
-        ("darwin", "127.0.0.9:52415", OSError(errno.ENETUNREACH, "Network is unreachable")),
+        ("darwin", "127.0.0.1:52415", OSError(errno.ENETUNREACH, "Network is unreachable")),
     ],
 )
 def test_no_other_error_is_explained_so(

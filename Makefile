@@ -7,7 +7,7 @@ NEW_ENOUGH := -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null
 # The tests start hundreds of processes, and each would compile hcsim anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install sweep quick test soak check docs clean
+.PHONY: install sweep quick test soak check mac docs clean
 
 install: $(READY)  ## hcsim into .venv
 
@@ -32,6 +32,13 @@ check: $(READY)  ## lint, types, architecture
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+mac: $(READY)  ## what can be known of Macs anywhere: the C and the types for macOS, ranks spawned, small buffers
+	$(BIN)/python -c 'import ziglang' 2>/dev/null || \
+		$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+		--config-settings editable_mode=compat -e '.[mac]'
+	$(BIN)/python tests/mac.py
+	$(BIN)/mypy --platform darwin --cache-dir .mypy_cache/darwin
 
 docs: $(READY)  ## the documentation, into site/
 	$(BIN)/python -c 'import material, mkdocstrings_handlers.python' 2>/dev/null || \

@@ -49,14 +49,14 @@ _BARRIER_TAG = (1 << 32) - 1
 """The tag of a monitored barrier's messages, beyond those that a torch program can use."""
 
 
-def create(options: Any, backend_options: object | None) -> ProcessGroup:
+def create(options: Any, backend_options: object | None, staging: Staging | None = None) -> ProcessGroup:
     chosen = _options(backend_options)
     ranks = tuple(options.global_ranks_in_group)
     whole = dist.group.WORLD if ranks and dist.is_initialized() else None
     parent = whole.line if isinstance(whole, HcsimGroup) else None
     timeout_s = options.timeout.total_seconds()
     place = GroupSpec(options.group_id, options.group_rank, options.group_size, timeout_s, parent, ranks)
-    return HcsimGroup(_engine().open(place, options.store), options.store, timeout_s, chosen, ranks)
+    return HcsimGroup(_engine().open(place, options.store), options.store, timeout_s, chosen, ranks, staging)
 
 
 def _engine() -> Engine:
@@ -81,7 +81,13 @@ class HcsimGroup(ProcessGroup):
     """A process group whose calls are carried out by a `EngineGroup`."""
 
     def __init__(
-        self, line: EngineGroup, store: Store, timeout_s: float, options: Options, ranks: Sequence[int] = ()
+        self,
+        line: EngineGroup,
+        store: Store,
+        timeout_s: float,
+        options: Options,
+        ranks: Sequence[int] = (),
+        staging: Staging | None = None,
     ) -> None:
         """`ranks` are the members' ranks in the whole program; empty if the group is the whole program."""
         super().__init__(line.rank, line.size)  # type: ignore[call-arg]  # the form of a Python group
@@ -90,7 +96,7 @@ class HcsimGroup(ProcessGroup):
         self._name = ""
         self._description = ""
         self._timeout_s = timeout_s
-        self._staging = Staging()
+        self._staging = staging or Staging()
         self._options = options
         self._ranks = ranks or range(line.size)
         self._together: list[PendingWork] | None = None
@@ -149,7 +155,7 @@ class HcsimGroup(ProcessGroup):
 
     def allreduce_compressed(self, tensor: Tensor, compression: Compression, *, mean: bool = True) -> PendingWork:
         """Average or sum the tensors of all ranks in place, with this compression."""
-        flat = FlatTensors([tensor], reduced=True)
+        flat = self._flat([tensor], reduced=True)
         call = GroupCall(operation="all_reduce", op="mean" if mean else "sum", compression=compression)
         return self._work([self._start(call, None, [flat], [flat])], [tensor])
 
@@ -159,7 +165,7 @@ class HcsimGroup(ProcessGroup):
 
     def broadcast(self, tensors: Tensors, opts: Any) -> PendingWork:
         (tensor,) = _listed(tensors)
-        flat = FlatTensors([tensor], read=self.rank() == opts.rootRank)
+        flat = self._flat([tensor], read=self.rank() == opts.rootRank)
         call = GroupCall(operation="broadcast", root=opts.rootRank)
         return self._work([self._start(call, opts, [flat], [] if self.rank() == opts.rootRank else [flat])], [tensor])
 
@@ -187,15 +193,15 @@ class HcsimGroup(ProcessGroup):
 
     def gather(self, output_tensors: list[list[Tensor]], input_tensors: list[Tensor], opts: Any) -> PendingWork:
         outputs = output_tensors[0] if self.rank() == opts.rootRank else []
-        flats = [FlatTensors(input_tensors), *([FlatTensors(outputs, read=False)] if outputs else [])]
+        flats = [self._flat(input_tensors), *([self._flat(outputs, read=False)] if outputs else [])]
         _check_alike(flats, self.size())
         call = GroupCall(operation="gather", root=opts.rootRank)
         return self._work([self._start(call, opts, flats, flats[1:])], outputs)
 
     def scatter(self, output_tensors: list[Tensor], input_tensors: list[list[Tensor]], opts: Any) -> PendingWork:
         """Send each rank its tensor of the root's list."""
-        target = FlatTensors(output_tensors, read=False)
-        flats = [target, *([FlatTensors(input_tensors[0])] if self.rank() == opts.rootRank else [])]
+        target = self._flat(output_tensors, read=False)
+        flats = [target, *([self._flat(input_tensors[0])] if self.rank() == opts.rootRank else [])]
         _check_alike(flats, self.size())
         call = GroupCall(operation="scatter", root=opts.rootRank)
         return self._work([self._start(call, opts, flats, [target])], output_tensors)
@@ -219,7 +225,7 @@ class HcsimGroup(ProcessGroup):
 
     def alltoall(self, output_tensors: list[Tensor], input_tensors: list[Tensor], opts: Any = None) -> PendingWork:
         """Send the i-th tensor to rank i, and receive one from each rank."""
-        target, source = FlatTensors(output_tensors, read=False), FlatTensors(input_tensors)
+        target, source = self._flat(output_tensors, read=False), self._flat(input_tensors)
         call = GroupCall(operation="all_to_all", counts=tuple(source.lengths), received=tuple(target.lengths))
         return self._work([self._start(call, opts, [source, target], [target])], output_tensors)
 
@@ -228,7 +234,7 @@ class HcsimGroup(ProcessGroup):
     ) -> PendingWork:
         """Exchange parts of one tensor, split along its first dimension: in equal parts unless the splits say
         otherwise."""
-        here, there = FlatTensors([source]), FlatTensors([output], read=False)
+        here, there = self._flat([source]), self._flat([output], read=False)
         call = GroupCall(
             operation="all_to_all",
             counts=_split(source, input_splits, self.size()),
@@ -253,10 +259,10 @@ class HcsimGroup(ProcessGroup):
 
     def send(self, tensors: list[Tensor], dst: int, tag: int = 0) -> PendingWork:
         call = GroupCall(operation="send", root=dst, tag=tag)
-        return self._work([self._start(call, None, [FlatTensors(tensors)], [])], tensors)
+        return self._work([self._start(call, None, [self._flat(tensors)], [])], tensors)
 
     def recv(self, tensors: list[Tensor], src: int, tag: int = 0) -> PendingWork:
-        flat = FlatTensors(tensors, read=False)
+        flat = self._flat(tensors, read=False)
         return self._work([self._start(GroupCall(operation="recv", root=src, tag=tag), None, [flat], [flat])], tensors)
 
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> PendingWork:
@@ -283,8 +289,14 @@ class HcsimGroup(ProcessGroup):
 
     # What the calls have in common.
 
+    def _flat(
+        self, tensors: Sequence[Tensor], *, reduced: bool = False, read: bool = True, factor: Factor | None = None
+    ) -> FlatTensors:
+        """See `FlatTensors`."""
+        return FlatTensors(self._staging.copies(tensors[0]), tensors, reduced=reduced, read=read, factor=factor)
+
     def _reduce(self, tensor: Tensor, opts: Any, call: GroupCall) -> StartedCall:
-        flat = FlatTensors([tensor], reduced=True, factor=_factor(opts))
+        flat = self._flat([tensor], reduced=True, factor=_factor(opts))
         call = _reducing(call, opts)
         if call.operation == "all_reduce" and call.op in _COMPRESSED and self._compresses(tensor):
             chosen = self._options
@@ -299,16 +311,16 @@ class HcsimGroup(ProcessGroup):
         return bool(self._options.compression) and large and fits
 
     def _gather(self, outputs: list[Tensor], source: Tensor, opts: Any) -> StartedCall:
-        target = FlatTensors(outputs, read=False)
+        target = self._flat(outputs, read=False)
         counts = tuple(target.lengths) if len(outputs) > 1 else ()
         return self._start(
-            GroupCall(operation="all_gather", counts=counts), opts, [FlatTensors([source]), target], [target]
+            GroupCall(operation="all_gather", counts=counts), opts, [self._flat([source]), target], [target]
         )
 
     def _reduce_scatter(self, output: Tensor, parts: list[Tensor], opts: Any) -> StartedCall:
         source, target = (
-            FlatTensors(parts, reduced=True, factor=_factor(opts)),
-            FlatTensors([output], reduced=True, read=False),
+            self._flat(parts, reduced=True, factor=_factor(opts)),
+            self._flat([output], reduced=True, read=False),
         )
         counts = tuple(source.lengths) if len(parts) > 1 else ()
         call = _reducing(GroupCall(operation="reduce_scatter", counts=counts), opts)
@@ -330,7 +342,8 @@ class HcsimGroup(ProcessGroup):
                 for flat in filled:
                     flat.back()
 
-        work = PendingWork([pending for pending, _ in started], results, deliver)
+        in_turn = any(self._staging.copies(tensor).in_turn for tensor in results)
+        work = PendingWork([pending for pending, _ in started], results, deliver, in_turn=in_turn)
         if self._together is not None:
             self._together.append(work)
         return work
@@ -350,7 +363,7 @@ def _factor(opts: Any) -> Factor | None:
     if opts is None or opts.reduceOp != ReduceOp.PREMUL_SUM:
         return None
     factor: Factor = opts.reduceOp.factor
-    return factor
+    return factor.cpu() if isinstance(factor, Tensor) else factor
 
 
 def _check_alike(flats: Sequence[FlatTensors], size: int) -> None:
@@ -398,7 +411,7 @@ def sum_sparse(group: HcsimGroup, tensor: Tensor, opts: Any) -> PendingWork:
         with torch.no_grad():
             tensor.copy_(total.coalesce())
 
-    return PendingWork(gathering.pending, [tensor], deliver)
+    return PendingWork(gathering.pending, [tensor], deliver, in_turn=gathering.in_turn)
 
 
 def _counts(group: HcsimGroup, ours: int, opts: Any) -> list[int]:

@@ -4,6 +4,11 @@ A callback of its future may start further calls and wait for them, so callbacks
 ends calls. torch's C++ code, where DDP waits, only sees a future's error if a callback raised it. So the public
 future is chained to an inner one by a callback.
 
+Where a device may only be used by the program's threads in turn (`DeviceCopies.in_turn`), no thread of ours may
+copy a result to it or run a callback, which would compute there. The future is complete when `get_future` returns
+it, so that call waits. But during a backward pass DDP asks for the futures of all buckets, and waits for them when
+the pass ends: then autograd completes the future, in a callback that it runs before DDP's own.
+
 A failed call raises torch's own kind of error, which names the rank at fault.
 """
 
@@ -55,12 +60,46 @@ def translated(error: BaseException) -> BaseException:
     return error
 
 
+class BackwardFuture(torch.futures.Future[list[Tensor]]):
+    """A future that autograd completes at the end of the backward pass, or `wait` before that.
+
+    Only Python sees its error. torch's C++ code need not: the callback raises it, which ends the backward pass."""
+
+    def __init__(self, outcome: Callable[[], list[Tensor]]) -> None:
+        super().__init__()
+        self._find = outcome
+        torch.autograd.Variable._execution_engine.queue_callback(self._complete)
+
+    def wait(self) -> list[Tensor]:
+        with suppress(Exception):  # which this future has then
+            self._complete()
+        return super().wait()
+
+    def _complete(self) -> None:
+        try:
+            outcome = self._find()
+        except Exception as error:
+            if not self.done():
+                self.set_exception(error)  # type: ignore[arg-type]  # torch's own annotation is wrong
+            raise
+        if not self.done():
+            self.set_result(outcome)
+
+
+def _during_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
 class PendingWork(Work):
     """One or several calls that were started together."""
 
-    def __init__(self, pending: Sequence[PendingCall], results: list[Tensor], deliver: Callable[[], None]) -> None:
-        """`results` are the tensors that hold the results, once `deliver` has copied them there."""
+    def __init__(
+        self, pending: Sequence[PendingCall], results: list[Tensor], deliver: Callable[[], None], *, in_turn: bool
+    ) -> None:
+        """`results` are the tensors that hold the results, once `deliver` has copied them there. `in_turn`: these are
+        on a device that only the program's threads may use, one at a time."""
         super().__init__()
+        self.in_turn = in_turn
         self.pending = pending
         self._results = results
         self._deliver: Callable[[], None] | None = deliver
@@ -76,7 +115,8 @@ class PendingWork(Work):
                 work.wait()
 
         pending = [pending for work in works for pending in work.pending]
-        return cls(pending, [tensor for work in works for tensor in work._results], deliver)
+        results = [tensor for work in works for tensor in work._results]
+        return cls(pending, results, deliver, in_turn=any(work.in_turn for work in works))
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait for the results; raise the error of a failed call."""
@@ -118,12 +158,17 @@ class PendingWork(Work):
     _source_rank = source_rank
 
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
+        if self._future is None and self.in_turn and _during_backward():
+            self._future = BackwardFuture(self._outcome)
         if self._future is None:
             cuda = {each.device for each in self._results if each.device.type == "cuda"}
             devices: list[int | str | torch.device] = [*sorted(cuda, key=str)]
             over: torch.futures.Future[None] = torch.futures.Future(devices=devices)
-            self._future = over.then(self._outcome)
-            self._follow(0, over)
+            self._future = over.then(lambda _: self._outcome())
+            if self.in_turn:
+                over.set_result(None)
+            else:
+                self._follow(0, over)
         return self._future
 
     def _follow(self, number: int, over: torch.futures.Future[None]) -> None:
@@ -133,7 +178,7 @@ class PendingWork(Work):
         else:
             threading.Thread(target=over.set_result, args=(None,), name="hcsim callbacks", daemon=True).start()
 
-    def _outcome(self, _: object) -> list[Tensor]:
+    def _outcome(self) -> list[Tensor]:
         self._look()
         if self._error is not None:
             raise self._error

@@ -25,13 +25,13 @@ import msgspec
 
 from hcsim.cli import screen
 from hcsim.cli.recording import RecordingFiles, recording
-from hcsim.cli.training import ConsoleReporter, check, tell_outcome
+from hcsim.cli.training import ConsoleReporter, check, fastest_device, tell_outcome
 from hcsim.config import Scenario, Training, write_job
 from hcsim.errors import ConfigError
 from hcsim.launch.real import RealNode, train_in_cluster
 from hcsim.launch.virtual_cluster import simulate_cluster
 from hcsim.node import ClusterJob
-from hcsim.real.hardware import best_torch_device, check_torch_device
+from hcsim.real.hardware import check_torch_device
 from hcsim.real.keys import load_secret
 from hcsim.real.ssh import SshProcesses, remotes
 from hcsim.telemetry.trace import Sink
@@ -106,9 +106,9 @@ def train_for_real(
     if task(settings.task).phantom:
         raise ConfigError(f"{settings.task} has shapes and no data: it can be simulated, not trained")
     check_torch_device(node.device)
-    if node.device == "auto":
-        node = msgspec.structs.replace(node, device=best_torch_device())
     with screen.ProgressLine("step", settings.steps) as progress, recording(RecordingFiles(trace)) as record:
+        if node.device == "auto":
+            node = msgspec.structs.replace(node, device=asyncio.run(fastest_device(settings, progress.news)))
         missing = cluster.needed - 1
         if missing:
             progress.waiting([screen.counted(missing, "other node")])

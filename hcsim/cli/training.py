@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from tempfile import TemporaryFile
 
@@ -89,11 +90,30 @@ async def _train(
     progress: screen.ProgressLine,
     save: Path | None,
 ) -> tuple[Report, str]:
-    from hcsim.real.hardware import best_torch_device
-
-    chosen = best_torch_device() if device == "auto" else device
+    chosen = await fastest_device(settings, progress.news) if device == "auto" else device
     async with joined(place, settings.timeout_s, wire, progress, chosen) as group:
         return await train(group, settings, seed, ConsoleReporter(progress, save)), for_real(group)
+
+
+async def fastest_device(settings: Training, tell: Callable[[str], None]) -> str:
+    """Return the device on which a step takes the least time. A small model may be faster on the processor than on a
+    GPU, for which each operation has to be prepared."""
+    from hcsim.launch.real import seconds_by_device
+    from hcsim.real.hardware import best_torch_device
+
+    there = list(dict.fromkeys(("cpu", best_torch_device())))
+    if len(there) == 1:
+        return there[0]
+    seconds = await seconds_by_device(there, settings, task(settings.task))
+    return chosen_device(seconds, tell) if seconds else "cpu"
+
+
+def chosen_device(seconds: Mapping[str, float], tell: Callable[[str], None]) -> str:
+    """Return the device of the shortest time, and report all of them."""
+    chosen = min(seconds, key=seconds.__getitem__)
+    each = ", ".join(f"{screen.duration(spent_s)} on {device}" for device, spent_s in seconds.items())
+    tell(f"device {chosen}: a step takes {each}")
+    return chosen
 
 
 def evaluate_model(path: Path) -> None:

@@ -32,8 +32,10 @@ from hcsim.transport.groups import GroupMembership, Wire
 
 if TYPE_CHECKING:
     from hcsim.cluster.coordinator import CoordinatorPolicy
+    from hcsim.config.training import Training
     from hcsim.node import ClusterJob
     from hcsim.training.run import Observer, Report
+    from hcsim.training.task import Task
 
 _ANSWER_S = 2.0
 
@@ -83,6 +85,23 @@ async def train_in_cluster(
             leaving=leaving,
             durable=node.state is not None,
         )
+
+
+async def seconds_by_device(devices: Sequence[str], settings: Training, what: Task) -> dict[str, float]:
+    """Measure on each device how long a step of a training takes; a device that cannot take one has no entry."""
+    from hcsim.training.learner import seconds_per_step
+    from hcsim.training.strategies import completed, optimizer
+
+    chosen = completed(msgspec.structs.replace(settings, batch=None), what, 1)
+    batch = settings.batch or chosen.batch
+    samples = max(batch) if isinstance(batch, tuple) else batch
+    assert samples is not None
+    found = {}
+    for device in devices:
+        async with RealHost(RealOptions("devices", device=device)) as host:
+            with suppress(RuntimeError, ConfigError):  # torch has not everything on every device, or its memory is full
+                found[device] = await seconds_per_step(host, what, optimizer(chosen), samples)
+    return found
 
 
 async def ask_cluster(home: Path, cluster: str, peers: Sequence[str], look_s: float, forget: str = "") -> StatusClient:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import subprocess
 import sys
@@ -13,7 +14,11 @@ import torch
 from typer.testing import CliRunner, Result
 
 from hcsim.cli.app import app
+from hcsim.cli.training import chosen_device
+from hcsim.config import Training
+from hcsim.launch.real import seconds_by_device
 from hcsim.real.hardware import best_torch_device, check_torch_device
+from hcsim.training.tasks import task
 from tests.cli.test_cli_real import LIMIT_S, free_peers, rank
 from tests.torch_backend.ranks import Meeting, Ranks
 
@@ -144,6 +149,25 @@ def test_a_device_that_is_not_there_is_refused(device: str) -> None:
 def test_the_device_that_is_taken_by_itself_computes() -> None:
     check_torch_device("auto")
     assert torch.ones(3, device=best_torch_device()).sum() == 3
+
+
+def test_auto_takes_the_device_on_which_a_step_takes_least_and_tells_the_times() -> None:
+    told: list[str] = []
+    assert chosen_device({"cpu": 0.002, "mps": 0.0105}, told.append) == "cpu"
+    assert chosen_device({"cpu": 0.25, "mps": 0.0105}, told.append) == "mps"
+    assert told == [
+        "device cpu: a step takes 2 ms on cpu, 10.5 ms on mps",
+        "device mps: a step takes 250 ms on cpu, 10.5 ms on mps",
+    ]
+
+
+@pytest.mark.quick_cases(1)
+@pytest.mark.parametrize("batch", [None, 4, (2, 8)])
+def test_a_step_is_timed_on_each_device_that_can_take_one(batch: int | tuple[int, ...] | None) -> None:
+    settings = Training(task="digits", batch=batch)
+    seconds = asyncio.run(seconds_by_device(["cpu", "fpga"], settings, task("digits")))
+    assert list(seconds) == ["cpu"]  # torch has no kernels for the other
+    assert seconds["cpu"] > 0
 
 
 @pytest.mark.slow

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from hcsim import Group, simulate
 from hcsim.config import Training
 from hcsim.launch.virtual import simulate_training
+from hcsim.training.learner import seconds_per_step
+from hcsim.training.optimizer import Sgd
+from hcsim.training.task import backward_work, forward_work
+from hcsim.training.tasks import task
 from tests.training.clusters import quiet_cluster
 
 
@@ -18,6 +23,23 @@ def accuracy(compressor: str) -> float:
     assert score is not None
     assert score.accuracy is not None
     return score.accuracy
+
+
+def test_a_timed_step_takes_what_the_machine_needs_for_its_work() -> None:
+    found, samples, how = task("convex"), 16, Sgd(lr=0.1, momentum=0.9)
+    works = [forward_work(found, samples), *(backward_work(block, samples) for block in reversed(found.blocks))]
+
+    async def program(group: Group) -> tuple[float, float]:
+        host = group.host
+        timed_s = await seconds_per_step(host, found, how, samples)
+        began_s = host.clock.elapsed()
+        for work in [*works, how.work(sum(block.length for block in found.blocks))]:
+            await host.device.run(work, lambda: None)
+        return timed_s, host.clock.elapsed() - began_s
+
+    for timed_s, needed_s in simulate(quiet_cluster(2), program).values():
+        assert timed_s == pytest.approx(needed_s)
+        assert timed_s > 0
 
 
 @pytest.mark.slow

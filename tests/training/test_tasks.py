@@ -211,6 +211,47 @@ def test_a_device_with_its_own_memory_computes_the_same() -> None:
         far.parameters[:] -= np.float32(0.1) * far.gradients
 
 
+NO_OPERATION = """The operator 'aten::frobnicate.out' is not currently implemented for the MPS device. If you want
+this op to be considered for addition please comment on an issue. As a temporary fix, you can set the environment
+variable `PYTORCH_ENABLE_MPS_FALLBACK=1` to use the CPU as a fallback for this op."""
+NO_DOUBLES = "Cannot convert a MPS Tensor to float64 dtype as the MPS framework doesn't support float64. Use float32."
+
+
+@pytest.mark.parametrize(
+    ("raised", "complaint"),
+    [
+        (NotImplementedError(NO_OPERATION), "torch has no aten::frobnicate.out on MPS: --set device=cpu, or PYTORCH_"),
+        (TypeError(NO_DOUBLES), "this model cannot be trained on MPS: Cannot convert a MPS Tensor to float64"),
+        (TypeError("forward() takes 2 arguments"), None),
+    ],
+)
+@pytest.mark.parametrize("backward", [False, True])
+def test_what_torch_cannot_do_on_mps_is_told_in_a_line(
+    raised: Exception, complaint: str | None, backward: bool
+) -> None:
+    class Demanding(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if not backward:
+                raise raised
+            return Refused.apply(super().forward(x))
+
+    class Refused(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: object, *_: torch.Tensor) -> torch.Tensor:
+            raise raised
+
+    data = torch.ones(2, 3), torch.zeros(2, 3)
+    replica = TorchReplica([Demanding(3, 3)], nn.functional.mse_loss, data, ReplicaMemory(12))
+    with pytest.raises(ConfigError if complaint else type(raised)) as told:
+        pass_over(replica, range(2))
+    assert str(told.value).startswith(complaint or str(raised))
+    assert "\n" not in str(told.value)
+
+
 def test_flat_arrays_are_the_models_own_memory() -> None:
     memory = ReplicaMemory(10)
     memory.device_parameters.fill_(3)

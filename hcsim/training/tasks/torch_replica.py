@@ -10,7 +10,9 @@ autograd would compute for the whole, in the same order, hence to the same bits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from math import prod
 from typing import Any
 
@@ -19,7 +21,7 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from hcsim.errors import UsageError
+from hcsim.errors import ConfigError, UsageError
 from hcsim.rng import generator
 from hcsim.training.layout import Layout, Tensor
 from hcsim.training.task import Indices
@@ -56,8 +58,9 @@ class MirroredMemory(ReplicaMemory):
         self.device_gradients = torch.zeros(length, device=device)
 
     def before_forward(self) -> None:
-        """Copy all parameters: the optimizer has changed them all."""
-        self.device_parameters.copy_(self._host_parameters)
+        """Copy all parameters: the optimizer has changed them all. They do not change again before the loss is known,
+        so the copy need not be waited for."""
+        self.device_parameters.copy_(self._host_parameters, non_blocking=True)
 
     def after_backward(self, span: slice) -> None:
         """Add the new gradients to the host's, and set the mirror to zero."""
@@ -113,16 +116,20 @@ class TorchReplica:
         self._entering, self._leaving = [], []
         if len(batch) == 0:
             return 0.0
+        with refused_by_name():
+            return self._forward(torch.from_numpy(np.array(batch)))
+
+    def _forward(self, batch: torch.Tensor) -> float:
         self._memory.before_forward()
-        chosen = torch.from_numpy(np.array(batch))
-        flowing = self._inputs[chosen].to(self._memory.device)
+        inputs, targets = self._inputs[batch], self._targets[batch]  # here until the device has read them
+        flowing = inputs.to(self._memory.device, non_blocking=True)
         for module in self._modules:
             # Indices have no gradient, and nobody asks for that of the data.
             entering = flowing.detach().requires_grad_(bool(self._entering))
             self._entering.append(entering)
             flowing = module(entering)
             self._leaving.append(flowing)
-        self._leaving[-1] = self._loss(flowing, self._targets[chosen].to(self._memory.device))
+        self._leaving[-1] = self._loss(flowing, targets.to(self._memory.device, non_blocking=True))
         return float(self._leaving[-1].detach())
 
     def backward(self, block: int) -> None:
@@ -138,7 +145,8 @@ class TorchReplica:
             if gradient is None:
                 raise UsageError(f"block {block + 1} makes no use of what block {block} gives it")
             leaving = _Cut.apply(leaving, gradient)  # type: ignore[no-untyped-call]
-        leaving.backward()  # type: ignore[no-untyped-call]
+        with refused_by_name():
+            leaving.backward()  # type: ignore[no-untyped-call]
         if block == 0:
             self._entering = []
         tensors = self._layout.blocks[block]
@@ -166,6 +174,23 @@ class _Cut(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor, None]:
         return ctx.gradient, None
+
+
+@contextmanager
+def refused_by_name() -> Iterator[None]:
+    """Explain what torch cannot do on MPS: some operations, and double precision, which Metal does not have."""
+    try:
+        yield
+    except (NotImplementedError, TypeError) as error:
+        if "MPS" not in str(error):
+            raise
+        what = re.search(r"operator '([^']+)'", str(error))
+        if what is None:
+            raise ConfigError(f"this model cannot be trained on MPS: {str(error).splitlines()[0]}") from None
+        raise ConfigError(
+            f"torch has no {what.group(1)} on MPS: --set device=cpu, or PYTORCH_ENABLE_MPS_FALLBACK=1 in the"
+            " environment, by which such operations run on the processor"
+        ) from None
 
 
 def compute_alike() -> None:

@@ -39,6 +39,8 @@ mac: $(READY)  ## what can be known of Macs anywhere: the C and the types for ma
 		--config-settings editable_mode=compat -e '.[mac]'
 	$(BIN)/python tests/mac.py
 	$(BIN)/mypy --platform darwin --cache-dir .mypy_cache/darwin
+	$(BIN)/python -m pytest -n auto --dist worksteal --like-a-mac -m "not slow and not soak and not namespaces_long" \
+		tests/scripts tests/real/test_memory_between_processes.py
 
 docs: $(READY)  ## the documentation, into site/
 	$(BIN)/python -c 'import material, mkdocstrings_handlers.python' 2>/dev/null || \

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import runpy
 import signal
 import socket
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -23,6 +24,7 @@ from hypothesis import settings
 from hcsim import Group, Options, Outcome, Wire, real_group, simulate
 from hcsim.cli import script
 from hcsim.config import AnyFault
+from hcsim.scripts.fork_server import START_METHOD
 from hcsim.scripts.processes import RankProcesses
 from hcsim.scripts.run import simulate_script
 from tests.switches import on_switch
@@ -39,6 +41,18 @@ settings.load_profile("no wall clock")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # What a shell starts in the background ignores interrupts, and so would everything that the tests start.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    about = "start ranks afresh instead of forking them, and give Unix sockets and pipes buffers as small as on macOS"
+    parser.addoption("--like-a-mac", action="store_true", help=about)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.option.like_a_mac:
+        folder = str(Path(__file__).parent / "like_a_mac")
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (folder, os.environ.get("PYTHONPATH"))))
+        runpy.run_path(f"{folder}/sitecustomize.py")
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -171,9 +185,9 @@ def ranks() -> Iterator[Ranks]:
 
 
 @pytest.fixture(scope="session")
-def processes() -> Iterator[RankProcesses]:
+def processes(request: pytest.FixtureRequest) -> Iterator[RankProcesses]:
     """Where the ranks of simulated scripts come from; torch is loaded there once for all of them."""
-    with RankProcesses() as shared:
+    with RankProcesses("spawn" if request.config.option.like_a_mac else START_METHOD) as shared:
         yield shared
 
 

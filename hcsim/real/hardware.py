@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, TypeVar
@@ -131,9 +131,13 @@ class RealDevice:
         import torch
 
         shape = (size, size) if kind == "matmul" else (size,)
-        data = torch.ones(shape, dtype=torch.float32, device=self._name)
+
+        @cache
+        def filled() -> torch.Tensor:
+            return torch.ones(shape, dtype=torch.float32, device=self._name)
 
         def work() -> None:
+            data = filled()  # in the thread that runs it: MPS is left to one
             result = data @ data if kind == "matmul" else data.add_(data, alpha=0.5)
             result.reshape(-1)[:1].cpu()  # waits for the device
 

@@ -114,13 +114,28 @@ class CudaCopies:
             tensor.copy_(piece, non_blocking=True)
 
 
+class Event(Protocol):
+    """A moment in the device's work."""
+
+    def query(self) -> bool:
+        """Return whether the device has come to it."""
+
+
+def _mps_event() -> Event:
+    event = torch.mps.event.Event()
+    event.record()
+    return event
+
+
 class MpsCopies:
     """Tensors on MPS: one copy for all tensors of a call, as Metal only copies to offsets that are multiples of 4."""
 
     in_turn = True
 
-    def __init__(self) -> None:
-        self._in_use: list[tuple[torch.mps.event.Event, Tensor]] = []
+    def __init__(self, record: Callable[[], Event] = _mps_event) -> None:
+        """`record` returns the end of the work that the device has been given so far."""
+        self._record = record
+        self._in_use: list[tuple[Event, Tensor]] = []
         """The buffers that the device may still read."""
 
     def shares(self, tensor: Tensor) -> bool:
@@ -132,7 +147,7 @@ class MpsCopies:
     def fetch(self, tensors: Sequence[Tensor], buffer: Tensor) -> Callable[[], None] | None:
         flat = [tensor.reshape(-1) for tensor in tensors]
         buffer.copy_(flat[0] if len(flat) == 1 else torch.cat(flat), non_blocking=True)
-        copied = _recorded()
+        copied = self._record()
         return lambda: _wait_for(copied)
 
     def put(self, buffer: Tensor, tensors: Sequence[Tensor]) -> None:
@@ -140,16 +155,10 @@ class MpsCopies:
         there = buffer.to(tensors[0].device, non_blocking=True)
         for piece, tensor in zip(_pieces(there, tensors), tensors, strict=True):
             tensor.copy_(piece)
-        self._in_use.append((_recorded(), buffer))
+        self._in_use.append((self._record(), buffer))
 
 
-def _recorded() -> torch.mps.event.Event:
-    event = torch.mps.event.Event()
-    event.record()
-    return event
-
-
-def _wait_for(event: torch.mps.event.Event) -> None:
+def _wait_for(event: Event) -> None:
     until_s = time.monotonic() + _COPY_S
     while not event.query():
         if time.monotonic() > until_s:

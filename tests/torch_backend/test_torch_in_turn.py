@@ -1,5 +1,5 @@
 """A device that only the program's threads may use, one at a time, as MPS is: no thread of the backend copies to it or
-from it, and none runs a callback. Host memory stands for the device, behind the same buffers; or CUDA, where it is."""
+from it, and none runs a callback. Host memory stands for the device, behind the same copies; or CUDA, where it is."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hcsim.torch_backend.hooks import CompressionState, compression_hook
 from hcsim.torch_backend.process_group import create
-from hcsim.torch_backend.tensors import CudaCopies, HostCopies, Staging
+from hcsim.torch_backend.tensors import CudaCopies, MpsCopies, Staging
 from tests.torch_backend.models import STEPS, alone, batch, compare, loss_of, made, optimizer_of, weights_of
 from tests.torch_backend.ranks import Meeting, Ranks
 
@@ -25,13 +25,24 @@ BACKEND = "in_turn"
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA"))]
 
 
+class Late:
+    """The end of a copy, which is not there when it is asked for the first time."""
+
+    def __init__(self) -> None:
+        self._asked = 0
+
+    def query(self) -> bool:
+        self._asked += 1
+        return self._asked > 1
+
+
 class InTurn:
-    """Copies through a buffer, and notes of who asked for them."""
+    """The copies of MPS, or of CUDA, and notes of who asked for them."""
 
     in_turn = True
 
     def __init__(self, device: str) -> None:
-        self._copies = CudaCopies() if device == "cuda" else HostCopies()
+        self._copies = CudaCopies() if device == "cuda" else MpsCopies(Late)
         self.notes: list[tuple[str, str]] = []
         """What was done, in which thread."""
 
@@ -99,9 +110,17 @@ def call(us: Meeting, device: str) -> None:
     parts = [torch.empty(3, 2, device=device).t() for _ in range(us.size)]
     dist.all_gather(parts, torch.full((2, 3), float(us.rank), device=device))
     assert [part[1, 2].item() for part in parts] == list(range(us.size))
+    halves = [torch.full((length,), us.rank + 0.5, device=device, dtype=torch.bfloat16) for length in (3, 1, 2)]
+    dist.all_reduce_coalesced(halves)
+    assert [half.tolist() for half in halves] == [[2.0] * 3, [2.0], [2.0] * 2]
+    parts = [torch.empty(length, device=device, dtype=torch.int8) for length in (1, 3)]
+    dist.all_gather(parts, torch.full((1 + 2 * us.rank,), us.rank, device=device, dtype=torch.int8))
+    assert [part.tolist() for part in parts] == [[0], [1, 1, 1]]
     none = torch.empty(0, device=device)
     dist.all_reduce(none)
     dist.barrier()
+    with pytest.raises(ValueError, match="cpu, cuda, mps, not on meta"):
+        dist.all_reduce(torch.ones(3, device="meta"))
     assert "callback" in copies.order()
     assert copies.threads() == {threading.current_thread().name}
 

@@ -48,19 +48,25 @@ class ReplicaMemory:
 
 
 class MirroredMemory(ReplicaMemory):
-    """The flat arrays on the host, and their mirror on a device with its own memory."""
+    """The flat arrays on the host, and their mirror on a device with its own memory.
+
+    The device is used from the first forward pass on, by the thread that runs it: MPS has to be left to one thread."""
 
     def __init__(self, length: int, device: torch.device) -> None:
         super().__init__(length)
         self._host_parameters = self.device_parameters
         self.device = device
-        self.device_parameters = torch.zeros(length, device=device)
-        self.device_gradients = torch.zeros(length, device=device)
+        self.device_parameters = torch.empty(length, device=device)
+        self.device_gradients = torch.empty(length, device=device)
+        self._cleared = False
 
     def before_forward(self) -> None:
         """Copy all parameters: the optimizer has changed them all. They do not change again before the loss is known,
         so the copy need not be waited for."""
         self.device_parameters.copy_(self._host_parameters, non_blocking=True)
+        if not self._cleared:
+            self.device_gradients.zero_()
+            self._cleared = True
 
     def after_backward(self, span: slice) -> None:
         """Add the new gradients to the host's, and set the mirror to zero."""

@@ -22,6 +22,8 @@ from torch._C._distributed_c10d import GradBucket
 from torch.distributed import ProcessGroup, ReduceOp
 
 from hcsim.torch_backend.options import NAME, Options
+from hcsim.torch_backend.tensors import DeviceCopies, Staging
+from hcsim.torch_backend.work import future_in_turn
 
 _SPLIT_FROM_BYTES = 1 << 16
 """Smaller tensors use the algorithm with fewer calls."""
@@ -31,7 +33,15 @@ _OPS = (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT
 class Hierarchy:
     """The groups of this rank: its machine's ranks, and its counterparts on the other machines."""
 
-    def __init__(self, within: ProcessGroup, between: ProcessGroup | None, *, ranks: int, alike: bool) -> None:
+    def __init__(
+        self,
+        within: ProcessGroup,
+        between: ProcessGroup | None,
+        *,
+        ranks: int,
+        alike: bool,
+        staging: Staging | None = None,
+    ) -> None:
         """`between` is the group of the ranks at this rank's position in each machine; None if this rank has no
         such group. `alike`: all machines have the same size, so every rank has one. `ranks` is the number of
         ranks on all machines."""
@@ -39,6 +49,7 @@ class Hierarchy:
         self._between = between
         self._ranks = ranks
         self._alike = alike
+        self._staging = staging or Staging()
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="hcsim-hierarchy")
 
     @classmethod
@@ -49,6 +60,7 @@ class Hierarchy:
         within: str | None = None,
         between: str = NAME,
         options: Options | None = None,
+        staging: Staging | None = None,
     ) -> "Hierarchy":
         """Create the groups. All ranks of the program call this, with the same machines. If `within` is None, the
         backend of the program's group is used. `options` apply to the groups between machines."""
@@ -63,10 +75,17 @@ class Hierarchy:
         across = list(zip(*places, strict=True)) if alike else [tuple(machine[0] for machine in places)]
         far = [(ranks, dist.new_group(list(ranks), backend=between, pg_options=options)) for ranks in across]
         ours = next((group for ranks, group in far if us in ranks), None)
-        return cls(next(group for ranks, group in local if us in ranks), ours, ranks=len(everyone), alike=alike)
+        here = next(group for ranks, group in local if us in ranks)
+        return cls(here, ours, ranks=len(everyone), alike=alike, staging=staging)
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp.RedOpType = ReduceOp.SUM) -> None:
         """Reduce the tensors of all ranks in place; every rank gets the same bits."""
+        if self._staging.copies(tensor).in_turn:
+            self.start(tensor, op).wait()
+            return
+        self._reduce(tensor, op)
+
+    def _reduce(self, tensor: Tensor, op: ReduceOp.RedOpType) -> None:
         if op not in _OPS:
             raise ValueError(f"{op} is not combined in two levels; sum, avg, min, max and product are")
         if not tensor.is_contiguous():
@@ -87,6 +106,9 @@ class Hierarchy:
 
     def start(self, tensor: Tensor, op: ReduceOp.RedOpType) -> torch.futures.Future[Tensor]:
         """Start an `all_reduce` without waiting for it; several are carried out in order."""
+        copies = self._staging.copies(tensor)
+        if copies.in_turn:
+            return self._start_on_host(copies, tensor.detach(), op)
         devices: list[int | str | torch.device] = [] if tensor.device.type == "cpu" else [tensor.device]
         future: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
         stream = _same_stream(tensor)
@@ -94,13 +116,35 @@ class Hierarchy:
         def work() -> None:
             try:
                 with stream():
-                    self.all_reduce(tensor, op)
+                    self._reduce(tensor, op)
                     future.set_result(tensor)
             except Exception as error:
                 future.set_exception(error)  # type: ignore[arg-type]
 
         self._worker.submit(work)
         return future
+
+    def _start_on_host(
+        self, copies: DeviceCopies, tensor: Tensor, op: ReduceOp.RedOpType
+    ) -> torch.futures.Future[Tensor]:
+        """Reduce a copy in host memory, so that the worker does not use the device."""
+        buffer = copies.buffer(tensor.numel(), tensor.dtype)
+        fetched = copies.fetch([tensor], buffer)
+
+        def work() -> None:
+            if fetched is not None:
+                fetched()
+            self._reduce(buffer, op)
+
+        reducing = self._worker.submit(work)
+
+        def outcome() -> Tensor:
+            reducing.result()
+            with torch.no_grad():
+                copies.put(buffer, [tensor])
+            return tensor
+
+        return future_in_turn(outcome)
 
     def _by_parts(self, flat: Tensor, op: ReduceOp.RedOpType) -> None:
         part = torch.empty(flat.numel() // self._within.size(), dtype=flat.dtype, device=flat.device)

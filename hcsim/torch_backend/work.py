@@ -18,6 +18,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -60,34 +61,44 @@ def translated(error: BaseException) -> BaseException:
     return error
 
 
-class BackwardFuture(torch.futures.Future[list[Tensor]]):
+T = TypeVar("T")
+
+
+class BackwardFuture(torch.futures.Future[T]):
     """A future that autograd completes at the end of the backward pass, or `wait` before that.
 
     Only Python sees its error. torch's C++ code need not: the callback raises it, which ends the backward pass."""
 
-    def __init__(self, outcome: Callable[[], list[Tensor]]) -> None:
+    def __init__(self, outcome: Callable[[], T]) -> None:
         super().__init__()
         self._find = outcome
+        self._error: Exception | None = None
         torch.autograd.Variable._execution_engine.queue_callback(self._complete)
 
-    def wait(self) -> list[Tensor]:
+    def wait(self) -> T:
         with suppress(Exception):  # which this future has then
             self._complete()
         return super().wait()
 
     def _complete(self) -> None:
-        try:
-            outcome = self._find()
-        except Exception as error:
-            if not self.done():
-                self.set_exception(error)  # type: ignore[arg-type]  # torch's own annotation is wrong
-            raise
         if not self.done():
-            self.set_result(outcome)
+            try:
+                self.set_result(self._find())
+            except Exception as error:
+                self._error = error
+                self.set_exception(error)  # type: ignore[arg-type]  # torch's own annotation is wrong
+        if self._error is not None:
+            raise self._error
 
 
-def _during_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
+def future_in_turn(outcome: Callable[[], T]) -> torch.futures.Future[T]:
+    """Return a future whose outcome, and what follows from it, is found in the threads of the program."""
+    if torch._C._current_graph_task_id() != -1:  # during a backward pass
+        return BackwardFuture(outcome)
+    over: torch.futures.Future[None] = torch.futures.Future()
+    future = over.then(lambda _: outcome())
+    over.set_result(None)
+    return future
 
 
 class PendingWork(Work):
@@ -158,17 +169,14 @@ class PendingWork(Work):
     _source_rank = source_rank
 
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
-        if self._future is None and self.in_turn and _during_backward():
-            self._future = BackwardFuture(self._outcome)
+        if self._future is None and self.in_turn:
+            self._future = future_in_turn(self._outcome)
         if self._future is None:
             cuda = {each.device for each in self._results if each.device.type == "cuda"}
             devices: list[int | str | torch.device] = [*sorted(cuda, key=str)]
             over: torch.futures.Future[None] = torch.futures.Future(devices=devices)
             self._future = over.then(lambda _: self._outcome())
-            if self.in_turn:
-                over.set_result(None)
-            else:
-                self._follow(0, over)
+            self._follow(0, over)
         return self._future
 
     def _follow(self, number: int, over: torch.futures.Future[None]) -> None:

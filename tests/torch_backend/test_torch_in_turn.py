@@ -15,6 +15,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from hcsim.torch_backend.hierarchy import Hierarchy, hierarchy_hook
 from hcsim.torch_backend.hooks import CompressionState, compression_hook
 from hcsim.torch_backend.process_group import create
 from hcsim.torch_backend.tensors import CudaCopies, MpsCopies, Staging
@@ -119,6 +120,9 @@ def call(us: Meeting, device: str) -> None:
     none = torch.empty(0, device=device)
     dist.all_reduce(none)
     dist.barrier()
+    leveled = torch.full((5,), us.rank + 1.0, device=device)
+    Hierarchy.of([[0], [1]], within="gloo", staging=Staging({device: copies})).all_reduce(leveled)
+    assert torch.equal(leveled, total)
     with pytest.raises(ValueError, match="cpu, cuda, mps, not on meta"):
         dist.all_reduce(torch.ones(3, device="meta"))
     assert "callback" in copies.order()
@@ -138,21 +142,22 @@ def averaged_in_the_hook(group, bucket):  # DDP compares annotations with its cl
     return future.then(lambda done: done.value()[0])
 
 
-HOOKS: dict[str, Callable[[nn.Module], tuple[Any, Any]]] = {
-    "none": lambda model: (None, None),
-    "waits": lambda model: (dist.group.WORLD, averaged_in_the_hook),
-    "compressed": lambda model: (CompressionState(model, "topk:1"), compression_hook),
-    "halves": lambda model: (None, fp16_compress_hook),
-    "powersgd": lambda model: (PowerSGDState(None, start_powerSGD_iter=2), powerSGD_hook),
+HOOKS: dict[str, Callable[[nn.Module, Staging], tuple[Any, Any]]] = {
+    "none": lambda model, staging: (None, None),
+    "two levels": lambda model, staging: (Hierarchy.of([[0], [1]], within="gloo", staging=staging), hierarchy_hook),
+    "waits": lambda model, staging: (dist.group.WORLD, averaged_in_the_hook),
+    "compressed": lambda model, staging: (CompressionState(model, "topk:1"), compression_hook),
+    "halves": lambda model, staging: (None, fp16_compress_hook),
+    "powersgd": lambda model, staging: (PowerSGDState(None, start_powerSGD_iter=2), powerSGD_hook),
 }
-EXACT = ("none", "waits", "compressed")
+EXACT = ("none", "two levels", "waits", "compressed")
 
 
 def train(us: Meeting, device: str, hook: str, views: bool) -> None:
     copies = meet(us, device)
     model = made().to(device)
     parallel = DistributedDataParallel(model, bucket_cap_mb=0.002, gradient_as_bucket_view=views)
-    state, function = HOOKS[hook](model)
+    state, function = HOOKS[hook](model, Staging({device: copies}))
     if function is not None:
         parallel.register_comm_hook(state, function)
     optimizer = optimizer_of(model)
@@ -166,7 +171,7 @@ def train(us: Meeting, device: str, hook: str, views: bool) -> None:
         optimizer.step()
         optimizer.zero_grad()
         check_threads(copies)
-        if hook in ("none", "compressed", "halves"):
+        if hook in ("none", "two levels", "compressed", "halves"):
             buckets = len(order) // 2
             assert buckets > 1 or step == 0  # DDP makes buckets of that size when it has seen one pass
             assert order == ["fetch"] * buckets + ["put"] * buckets

@@ -21,15 +21,17 @@ from hcsim.errors import HcsimError
 from hcsim.identity.handshake import Credentials
 from hcsim.runtime.address import address_at
 from hcsim.runtime.host import Host
+from hcsim.telemetry.history import MessageRecord, RunHistory, StepRecord
 from hcsim.training.elastic.checkpoint import CheckpointOrigin, CheckpointWriter, in_store
 from hcsim.training.elastic.member import TrainingExtras
 from hcsim.training.elastic.train import follow, prepare
+from hcsim.training.observers import HistoryObserver, summary
 from hcsim.training.run import Observer, Report
 from hcsim.training.strategies import ParameterServer, strategy
 from hcsim.training.task import Task
 from hcsim.training.tasks import task
 from hcsim.transport.admission import AdmissionOutcome, AdmittedHost
-from hcsim.transport.admission_queue import LogDeduplicator
+from hcsim.transport.admission_queue import LogDeduplicator, one_line
 from hcsim.transport.groups import Wire
 
 
@@ -114,25 +116,34 @@ async def train_as_member(
     leaving: asyncio.Event | None = None,
     what: Task | None = None,
     durable: bool = True,
+    note: Callable[[StepRecord | MessageRecord], None] = lambda record: None,
 ) -> Report:
     """Find the others, train with them until the end or until `leaving` is set, and leave in order.
 
-    If the host's store is `durable`, checkpoints are kept there, and training resumes from an existing one."""
-    inside = host if credentials is None else admitted(host, credentials, tell)
+    If the host's store is `durable`, checkpoints are kept there, and training resumes from an existing one. `note`
+    is called with what goes into the history that this node shows to those who watch it."""
+    history = RunHistory(summary(plan.training), plan.training.steps, note)
+
+    def say(text: str) -> None:
+        history.say(host.clock.elapsed(), one_line(text))
+        tell(text)
+
+    inside = host if credentials is None else admitted(host, credentials, say)
 
     def began(view: View, step: int) -> None:
         anew = ", as no member has a checkpoint" if durable and view.epoch > 1 else ""
-        tell(f"view {view.epoch}: {f'training goes on after step {step}' if step else f'training begins{anew}'}")
+        say(f"view {view.epoch}: {f'training goes on after step {step}' if step else f'training begins{anew}'}")
 
     trusted = None if credentials is None else credentials.trusted
     node: ClusterNode | CoordinatedMembership
     if plan.cluster.coordinator is None:
-        node = ClusterNode(inside, me, plan.cluster, tell, _terms(plan), trusted)
+        node = ClusterNode(inside, me, plan.cluster, say, _terms(plan), trusted, history)
     else:
-        node = CoordinatedMembership(inside, me, plan.cluster.coordinator, tell, _terms(plan))
+        node = CoordinatedMembership(inside, me, plan.cluster.coordinator, say, _terms(plan))
     # It may take seconds to load data and to build a model: a node answers from its first moment, so they come before.
-    saving = _checkpoints(inside, plan, what, tell) if durable else None
-    extras = TrainingExtras(observer, what, leaving, saving, began, by_links=plan.cluster.measure == "order")
+    saving = _checkpoints(inside, plan, what, say) if durable else None
+    watched = HistoryObserver(history, host.clock, observer)
+    extras = TrainingExtras(watched, what, leaving, saving, began, by_links=plan.cluster.measure == "order")
     member = prepare(inside, node, plan.training, plan.seed, extras)
     async with running(node):
         try:

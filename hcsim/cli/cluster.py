@@ -135,12 +135,22 @@ def phrase(name: Name = CLUSTER) -> None:
 
 
 @app.command()
-def status(name: Name = CLUSTER, peer: Peers = None, look: Look = "3 s") -> None:
+def status(
+    name: Name = CLUSTER,
+    peer: Peers = None,
+    look: Look = "3 s",
+    watch: Annotated[bool, typer.Option("--watch", help="Keep showing it, with the training, until Ctrl-C.")] = False,
+) -> None:
     """Ask the running nodes for the members, the leader and the connections."""
     with errors_told():
-        from hcsim.cli.membership import show_status
+        if watch:
+            from hcsim.cli.watch import watch_cluster
 
-        show_status(home(), name, tuple(peer or ()), look)
+            watch_cluster(home(), name, tuple(peer or ()))
+        else:
+            from hcsim.cli.membership import show_status
+
+            show_status(home(), name, tuple(peer or ()), look)
 
 
 @app.command()

@@ -11,9 +11,12 @@ from __future__ import annotations
 import asyncio
 from typing import Protocol
 
+import msgspec
+
 from hcsim.cluster.messages import (
     SCHEMA,
     ControlMessage,
+    Details,
     Goodbye,
     HeartbeatMessage,
     NodeHello,
@@ -33,6 +36,10 @@ MESSAGE_LIMIT_BYTES = 256 * 1024
 HELLO_TIMEOUT_S = 5.0
 PROBE_S = 1.0
 """How long the old connection of a node has to answer when a new one with another boot arrives."""
+MOST_WATCHERS = 8
+"""The maximum number of status clients that may ask again over the same channel."""
+WATCHER_SILENCE_S = 30.0
+"""How long such a client may ask nothing."""
 OUTBOX = 256
 """The maximum number of messages queued for a peer that does not read; beyond it the peer counts as stuck."""
 COPIED = (
@@ -51,6 +58,9 @@ class ConnectionHandler(Protocol):
 
     def asked(self, ask: StatusRequest) -> StatusReply:
         """Return the status of this node to a status client, and process what the client reports."""
+
+    async def details(self, since_s: float) -> Details:
+        """Return the details of this node's status, and what happened since that moment of its clock."""
 
     async def probed(self, channel: Channel) -> None:
         """Serve a peer that measures the link to this node."""
@@ -93,6 +103,7 @@ class ControlConnections:
         self._owner = owner
         self._lines: dict[str, ControlConnection] = {}
         self._strangers = AdmissionQueue(host)
+        self._watchers: dict[Channel, None] = {}
         self._closed = False
 
     @property
@@ -148,6 +159,8 @@ class ControlConnections:
     async def close(self, reason: str) -> None:
         """Send a goodbye to all nodes, and accept no more connections."""
         self._closed = True
+        for channel in list(self._watchers):
+            await channel.close()
         for line in list(self._lines.values()):
             try:
                 async with self._host.clock.timeout(PROBE_S):
@@ -166,14 +179,15 @@ class ControlConnections:
             async with self._host.clock.timeout(HELLO_TIMEOUT_S):
                 first = await SCHEMA.recv(channel)
                 if isinstance(first, StatusRequest):
-                    await SCHEMA.send(channel, self._owner.asked(first))
-                    await channel.close()
-                    return
-                if not isinstance(first, ProbeRequest):
+                    await self._answer(channel, first)
+                elif not isinstance(first, ProbeRequest):
                     theirs, ours = _hello(first, channel), self._owner.hello()
                     await SCHEMA.send(channel, ours)
             self._strangers.known(channel)
             known = True
+            if isinstance(first, StatusRequest):
+                await self._answer_again(channel, first)
+                return
             if isinstance(first, ProbeRequest):
                 await self._owner.probed(channel)
                 return
@@ -187,6 +201,28 @@ class ControlConnections:
         finally:
             if not known:
                 self._strangers.known(channel)
+
+    async def _answer(self, channel: Channel, request: StatusRequest) -> None:
+        reply = self._owner.asked(request)
+        if request.since_s is not None:
+            reply = msgspec.structs.replace(reply, details=await self._owner.details(request.since_s))
+        await SCHEMA.send(channel, reply)
+
+    async def _answer_again(self, channel: Channel, first: StatusRequest) -> None:
+        """Answer the further requests of a client that watches this node."""
+        try:
+            if first.since_s is None or self._closed or len(self._watchers) >= MOST_WATCHERS:
+                return
+            self._watchers[channel] = None
+            while True:
+                async with self._host.clock.timeout(WATCHER_SILENCE_S):
+                    request = expect(await SCHEMA.recv(channel), StatusRequest, channel.peer)
+                    await self._answer(channel, request)
+        except (ChannelError, TimeoutError):
+            pass  # it watches no longer
+        finally:
+            self._watchers.pop(channel, None)
+            await channel.close()
 
     async def _introduce(self, channel: Channel, hello: NodeHello, ours: NodeHello, dialler: str) -> None:
         """Decide whether a channel becomes the connection to that node; if so, run it.

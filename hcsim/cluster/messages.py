@@ -18,7 +18,8 @@ from hcsim.cluster.agreement import Abstained, Accept, Accepted, Declined, Prepa
 from hcsim.cluster.diagnosis import Findings
 from hcsim.cluster.view import ClusterPrecedence, Member, View, standing
 from hcsim.identity.trust_list import TrustRecord
-from hcsim.runtime.host import Interface
+from hcsim.runtime.host import Chip, Interface, Readings
+from hcsim.telemetry.history import MessageRecord, StepRecord
 from hcsim.transport.groups import MOST_EPOCHS
 from hcsim.transport.messages import Schema
 
@@ -120,6 +121,9 @@ class StatusRequest(msgspec.Struct, frozen=True, tag="ask"):
 
     forget: str = ""
     """A node that the user declares gone for good."""
+    since_s: float | None = None
+    """Send the details too: the state of the machine, and what happened since that moment of the node's clock.
+    Such a client may ask again over the same channel."""
 
 
 class ProbeRequest(msgspec.Struct, frozen=True, tag="probe"):
@@ -144,6 +148,21 @@ class LinkStatus(msgspec.Struct, frozen=True):
     back_Bps: float | None = None
 
 
+class Details(msgspec.Struct, frozen=True):
+    """What a node says of itself to those who watch it."""
+
+    now_s: float
+    """The node's clock, which all times here are of."""
+    chip: Chip
+    readings: Readings
+    title: str = ""
+    """What it works on, in words."""
+    total_steps: int = 0
+    """How many steps there are to be; 0 if nobody knows."""
+    steps: tuple[StepRecord, ...] = ()
+    messages: tuple[MessageRecord, ...] = ()
+
+
 class StatusReply(msgspec.Struct, frozen=True, tag="told"):
     """The answer to a status query."""
 
@@ -151,6 +170,8 @@ class StatusReply(msgspec.Struct, frozen=True, tag="told"):
     view: View
     links: tuple[LinkStatus, ...]
     interfaces: tuple[Interface, ...]
+    details: Details | None = None
+    """If they were asked for."""
 
 
 ControlMessage: TypeAlias = (

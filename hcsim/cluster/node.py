@@ -27,6 +27,7 @@ from hcsim.cluster.membership import (
 from hcsim.cluster.membership_source import LAST_CALL_S, MemberCheck, NodeInfo
 from hcsim.cluster.messages import (
     ControlMessage,
+    Details,
     Goodbye,
     HeartbeatMessage,
     HeartbeatReply,
@@ -47,6 +48,7 @@ from hcsim.identity.trust_store import TrustStore
 from hcsim.runtime.channel import Channel
 from hcsim.runtime.clock import BroadcastEvent
 from hcsim.runtime.host import Host, keep, kept
+from hcsim.telemetry.history import RunHistory
 from hcsim.transport.admission_queue import LogDeduplicator, one_line
 from hcsim.transport.groups import CHECK_S, CheckedPeer, echo_s
 
@@ -79,8 +81,10 @@ class ClusterNode:
         tell: Callable[[str], None] = lambda text: None,
         terms: JobTerms | None = None,
         trusted: TrustStore | None = None,
+        history: RunHistory | None = None,
     ) -> None:
         self._host = host
+        self._history = history or RunHistory()
         self._trusted = trusted
         self._me = me
         self._terms = dict(terms or {})
@@ -270,6 +274,19 @@ class ClusterNode:
                 )
             )
         return StatusReply(membership.status, membership.view, tuple(links), self._host.interfaces())
+
+    async def details(self, since_s: float) -> Details:
+        """Return the state of this machine and of its work, for a client that watches it."""
+        history = self._history
+        return Details(
+            self._now(),
+            self._host.device.chip,
+            await self._host.readings(),
+            history.title,
+            history.total_steps,
+            history.steps(since_s),
+            history.messages(since_s),
+        )
 
     def up(self, hello: NodeHello) -> None:
         status, now = hello.status, self._now()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext, suppress
 from pathlib import Path
@@ -12,7 +13,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from hcsim.cluster.membership_source import NodeInfo
-from hcsim.cluster.status_client import StatusClient
+from hcsim.cluster.overview import Overview, watched
+from hcsim.cluster.status_client import ClusterWatch, StatusClient
 from hcsim.collectives.group import Group
 from hcsim.collectives.select import Options
 from hcsim.config import Cluster
@@ -38,6 +40,8 @@ if TYPE_CHECKING:
     from hcsim.training.task import Task
 
 _ANSWER_S = 2.0
+WATCH_EVERY_S = 1.0
+"""How often nodes that are watched are asked."""
 
 
 class RealNode(msgspec.Struct, frozen=True):
@@ -116,6 +120,27 @@ async def ask_cluster(home: Path, cluster: str, peers: Sequence[str], look_s: fl
         survey = StatusClient(admitted, secret.namespace.hex(), _ANSWER_S, forget)
         await survey.run([with_port(peer, Cluster().discovery_port) for peer in peers], look_s)
         return survey
+
+
+@asynccontextmanager
+async def watching_cluster(home: Path, cluster: str, peers: Sequence[str]) -> AsyncIterator[Callable[[], Overview]]:
+    """Watch the nodes of a cluster that this machine has joined; yield a function that returns how it stands now, in
+    seconds since 1970."""
+    proved = beside_a_node(load_credentials(home, cluster, host_name()))
+    secret = proved.secret
+    async with RealHost(RealOptions("watcher", seed=secrets.randbits(64), tls=ClusterTls(proved.key, secret))) as host:
+        addresses = [with_port(peer, Cluster().discovery_port) for peer in peers]
+        admitted = AdmittedHost(host, proved)
+        watch = ClusterWatch(admitted, secret.namespace.hex(), addresses, WATCH_EVERY_S, _ANSWER_S)
+
+        def now() -> Overview:
+            since_1970_s = time.time() - host.clock.elapsed()
+            return watched(cluster, watch, time.time(), since_1970_s)
+
+        try:
+            yield now
+        finally:
+            await watch.close()
 
 
 async def serve_coordinator(

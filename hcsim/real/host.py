@@ -38,6 +38,7 @@ from hcsim.errors import ChannelError, ConfigError, DeadlineExceeded, PeerRefuse
 from hcsim.real.hardware import FileStore, MemoryStore, RealClock, RealDevice
 from hcsim.real.interfaces import link_local_interfaces, list_interfaces
 from hcsim.real.listener import StreamListener, listening_socket
+from hcsim.real.sensors import Sensors
 from hcsim.real.shm.rendezvous import Rendezvous
 from hcsim.real.shm.rendezvous import dial as dial_shared
 from hcsim.real.shm.stream import is_possible as can_share_memory
@@ -47,7 +48,7 @@ from hcsim.real.tcp import TcpStream, TlsStream, tune
 from hcsim.real.tls import ClusterTls, Tls, TlsFiles
 from hcsim.runtime.address import TCP, Target, join_address, parse
 from hcsim.runtime.channel import Channel, Listener
-from hcsim.runtime.host import CONNECT_TIMEOUT_S, Device, Interface, PeerCheck
+from hcsim.runtime.host import CONNECT_TIMEOUT_S, Device, Interface, PeerCheck, Readings
 from hcsim.telemetry.metrics import HostMetrics
 from hcsim.telemetry.trace import Trace
 
@@ -195,6 +196,7 @@ class RealHost:
         self._own_device = RealDevice(options.device)
         self._device = device or self._own_device
         self._trace = trace
+        self._sensors = Sensors()
         self._clock = RealClock()
         self._tasks: dict[asyncio.Task[Any], Callable[[asyncio.Task[Any]], None] | None] = {}
         self._listeners: list[Listener] = []
@@ -237,6 +239,10 @@ class RealHost:
     def interfaces(self) -> tuple[Interface, ...]:
         """Return this machine's interfaces, those of the fastest medium first."""
         return list_interfaces()
+
+    async def readings(self) -> Readings:
+        """Ask the system in a thread, since on macOS this starts commands."""
+        return await asyncio.to_thread(self._sensors.read)
 
     async def listen(self, address: str) -> Listener:
         """Accept channels at `host:port`, or at an address of another carrier (see `target`)."""

@@ -161,6 +161,18 @@ class Chip(msgspec.Struct, frozen=True):
     """All of the machine's memory; None if unknown."""
 
 
+class Readings(msgspec.Struct, frozen=True):
+    """The state of a machine at one moment; None for what the system does not tell."""
+
+    free_bytes: int | None = None
+    """Memory that programs can still get."""
+    temperature_c: float | None = None
+    """Of the hottest part of the processor or the board."""
+    power_w: float | None = None
+    speed_limit: float | None = None
+    """The share of its speed at which the system holds the processor because of heat."""
+
+
 class Device(Protocol):
     """One machine's processor. It does one piece of work at a time."""
 
@@ -244,6 +256,9 @@ class Host(Protocol):
 
     def interfaces(self) -> tuple[Interface, ...]:
         """The host's network interfaces, `fastest_first`."""
+
+    async def readings(self) -> Readings:
+        """Return the present state of the machine."""
 
     async def listen(self, address: str) -> Listener:
         """Listen for channels at `host:port` (port 0: any free one)."""

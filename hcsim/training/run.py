@@ -101,6 +101,8 @@ class Point(msgspec.Struct, frozen=True):
     spent_s: dict[str, float] = {}
     """The seconds of this step, by purpose: compute, encode, network (an operation was in flight), wait
     (training stood still), and whole. The first three overlap."""
+    samples: int = 0
+    """Of all ranks together, in a step."""
 
 
 class Report(msgspec.Struct, frozen=True):
@@ -234,7 +236,8 @@ class Run:
         due = step % self.settings.evaluate_every == 0 or step == self.settings.steps
         score = await self._evaluate() if due and self.group.rank == 0 else None
         spent_s = self._meter.lap(elapsed_s)
-        self.points.append(Point(step, elapsed_s, loss, sent_bytes, score, self.group.size, spent_s))
+        samples = sum(self.batches.batch_sizes)
+        self.points.append(Point(step, elapsed_s, loss, sent_bytes, score, self.group.size, spent_s, samples))
         self._meter.note(self.points[-1], spent_s)
         if self.observer is not None:
             self.observer.point(self.group.rank, self.points[-1])

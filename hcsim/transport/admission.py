@@ -125,6 +125,7 @@ class AdmittedHost:
         self.clock = host.clock
         self.device = host.device
         self.interfaces = host.interfaces
+        self.readings = host.readings
         self.spawn = host.spawn
         self.rng = host.rng
         self.trace = host.trace

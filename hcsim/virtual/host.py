@@ -14,7 +14,7 @@ from hcsim.config import Machine, Scenario
 from hcsim.errors import ChannelClosed, ConfigError, DeadlineExceeded, PeerRefused, UsageError
 from hcsim.rng import stream as random_stream
 from hcsim.runtime.address import hosts_of
-from hcsim.runtime.host import CONNECT_TIMEOUT_S, Interface, PeerCheck
+from hcsim.runtime.host import CONNECT_TIMEOUT_S, Interface, PeerCheck, Readings
 from hcsim.telemetry.metrics import HostMetrics
 from hcsim.telemetry.trace import Trace
 from hcsim.virtual.channel import ChannelHost, VirtualChannel
@@ -142,6 +142,10 @@ class VirtualHost:
 
     def interfaces(self) -> tuple[Interface, ...]:
         return self._world.topology.interfaces(self._name)
+
+    async def readings(self) -> Readings:
+        """Return nothing: heat and power of a machine are not modelled."""
+        return Readings()
 
     async def listen(self, address: str) -> VirtualListener:
         hosts, port = hosts_of(address)

@@ -1,0 +1,84 @@
+"""What a watcher says of a cluster: who is here, does it work, how fast, and what went wrong."""
+
+from __future__ import annotations
+
+from io import StringIO
+
+import pytest
+from rich.console import Console
+
+from hcsim.cli.watch import drawn, sparkline
+from hcsim.cluster.node import ClusterNode
+from hcsim.cluster.overview import Overview, watched
+from hcsim.cluster.status_client import ClusterWatch
+from hcsim.config import Crash
+from hcsim.units import Seconds
+from tests.cluster.nodes import Party
+
+ABC = ("a", "b", "c")
+
+
+def seen_by_a(party: Party, *moments_s: float, peers: tuple[str, ...] = ()) -> list[Overview]:
+    """How the cluster stands at these moments, to somebody who watches it from host a."""
+    seen: list[Overview] = []
+
+    async def look(node: ClusterNode) -> None:
+        host = party.world.host("a")
+        watch = ClusterWatch(host, "", peers, 1.0, 1.0)
+        for moment_s in moments_s:
+            await host.clock.sleep(moment_s - host.clock.elapsed())
+            seen.append(watched("home", watch, host.clock.elapsed(), 0.0))
+        await watch.close()
+
+    party.meanwhile["a"] = look
+    party.run(moments_s[-1] + 1)
+    return seen
+
+
+def test_all_that_announce_themselves_are_here_and_one_leads() -> None:
+    (seen,) = seen_by_a(Party(ABC), 4.0)
+    assert [(node.name, node.state) for node in seen.nodes] == [("a", "leads"), ("b", "member"), ("c", "member")]
+    assert seen.state == "working"
+    assert seen.headline == "Working on 3 machines"
+    assert [(link.one, link.other) for link in seen.links] == [("a", "b"), ("a", "c"), ("b", "c")]
+    assert [link.latency_s for link in seen.links] == pytest.approx([2e-4] * 3, rel=0.5)
+    assert all(node.chip is not None and node.chip.name for node in seen.nodes)
+
+
+def test_one_address_is_enough_to_see_them_all() -> None:
+    party = Party(ABC, discover=False, peers=("a:52415", "b:52415", "c:52415"))
+    (seen,) = seen_by_a(party, 6.0, peers=("b:52415",))
+    assert [node.state for node in seen.nodes] == ["leads", "member", "member"]
+
+
+def test_a_machine_that_has_crashed_is_out_with_the_reason_within_the_limit_of_heartbeats() -> None:
+    party = Party(ABC, faults=[Crash(Seconds(5.0), "c")])
+    before, after, later = seen_by_a(party, 4.5, 5.0 + party.config.beat.timeout_s + 1.0, 30.0)
+    assert before.nodes[2].state == "member"
+    for seen in (after, later):
+        assert [(node.name, node.state) for node in seen.nodes] == [("a", "leads"), ("b", "member"), ("c", "out")]
+        assert seen.nodes[2].why
+        assert seen.headline == "Working on 2 machines; out: c"
+        assert any(event.text.startswith("c does not answer") and event.tone == "bad" for event in seen.events)
+
+
+def test_nobody_answers() -> None:
+    (seen,) = seen_by_a(Party(("a",), faults=[]), 0.0)
+    assert (seen.state, seen.nodes) == ("nobody", ())
+
+
+def test_a_terminal_shows_it_and_nothing_of_a_name_is_taken_for_markup() -> None:
+    party = Party(ABC, faults=[Crash(Seconds(5.0), "c")])
+    (seen,) = seen_by_a(party, 30.0)
+    console = Console(width=160, file=StringIO())
+    console.print(drawn(seen))
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "Working on 2 machines; out: c" in text
+    assert "a – b" in text
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"), [([], ""), ([1.0], "▁"), ([3.0, 2.0, 1.0], "█▅▁"), ([1.0, float("nan"), 2.0], "▁×█")]
+)
+def test_a_curve_of_characters(values: list[float], expected: str) -> None:
+    assert sparkline(values, 10) == expected

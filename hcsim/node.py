@@ -21,11 +21,10 @@ from hcsim.errors import HcsimError
 from hcsim.identity.handshake import Credentials
 from hcsim.runtime.address import address_at
 from hcsim.runtime.host import Host
-from hcsim.telemetry.history import MessageRecord, RunHistory, StepRecord
 from hcsim.training.elastic.checkpoint import CheckpointOrigin, CheckpointWriter, in_store
 from hcsim.training.elastic.member import TrainingExtras
 from hcsim.training.elastic.train import follow, prepare
-from hcsim.training.observers import HistoryObserver, summary
+from hcsim.training.observers import HistoryObserver, recorded
 from hcsim.training.run import Observer, Report
 from hcsim.training.strategies import ParameterServer, strategy
 from hcsim.training.task import Task
@@ -116,13 +115,11 @@ async def train_as_member(
     leaving: asyncio.Event | None = None,
     what: Task | None = None,
     durable: bool = True,
-    note: Callable[[StepRecord | MessageRecord], None] = lambda record: None,
 ) -> Report:
     """Find the others, train with them until the end or until `leaving` is set, and leave in order.
 
-    If the host's store is `durable`, checkpoints are kept there, and training resumes from an existing one. `note`
-    is called with what goes into the history that this node shows to those who watch it."""
-    history = RunHistory(summary(plan.training), plan.training.steps, note)
+    If the host's store is `durable`, checkpoints are kept there, and training resumes from an existing one."""
+    history = recorded(host, plan.training)
 
     def say(text: str) -> None:
         history.say(host.clock.elapsed(), one_line(text))

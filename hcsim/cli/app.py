@@ -9,7 +9,7 @@ import typer
 
 from hcsim.cli import cluster
 from hcsim.cli.errors import FAILED, errors_told
-from hcsim.cli.options import BenchOptions, Command, Commands, RankOptions, RunOptions, names_of, taking
+from hcsim.cli.options import CLUSTER, BenchOptions, Command, Commands, RankOptions, RunOptions, names_of, taking
 
 app = typer.Typer(
     cls=Commands,
@@ -119,6 +119,30 @@ def doctor(
         names = [name.strip() for each in hosts or () for name in each.split(",")]
         healthy = work.doctor(names, device, look, program, as_json=json)
     _end(healthy)
+
+
+@app.command()
+def dashboard(
+    record: Annotated[
+        Path | None,
+        typer.Argument(metavar="[RECORD]", help="A virtual run to look at again: a file of `hcsim run --trace`."),
+    ] = None,
+    listen: Annotated[
+        str, typer.Option(help="address:port to serve at; beyond this machine it takes TLS and a token.")
+    ] = "127.0.0.1:52419",
+    name: cluster.Name = CLUSTER,
+    peer: cluster.Peers = None,
+) -> None:
+    """Serve a page that shows the running cluster: who is here, how fast it is, what went wrong.
+
+    It finds the nodes as `hcsim cluster status` does."""
+    with errors_told():
+        from hcsim.cli import dashboard as work
+
+        if record is None:
+            work.show_cluster(listen, cluster.home(), name, tuple(peer or ()))
+        else:
+            work.show_record(listen, record)
 
 
 @app.command()

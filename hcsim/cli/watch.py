@@ -14,13 +14,13 @@ from rich.table import Table
 from rich.text import Text
 
 from hcsim.cli.screen import cell, duration
-from hcsim.cluster.overview import NodeOverview, Overview, Phases, TrainingOverview
+from hcsim.cluster.overview import NodeOverview, Overview, StepTimes, TrainingOverview
 from hcsim.launch.real import WATCH_EVERY_S, watching_cluster
 from hcsim.runtime.host import Readings
 
 _EVENTS = 12
 """The number of messages that are shown."""
-_STYLES = {"leads": "green", "member": "green", "waits": "yellow", "suspected": "red", "out": "red", "silent": "red"}
+_STYLES = {"leads": "green", "member": "green", "done": "green", "waits": "yellow"}
 _HEADLINES = {"working": "bold green", "done": "bold green", "waiting": "bold yellow"}
 _TONES = {"good": "green", "bad": "red", "plain": ""}
 _BARS = "▁▂▃▄▅▆▇█"
@@ -97,7 +97,7 @@ def _nodes(seen: Overview) -> Table:
     for heading in ("machine", "", "chip", "memory", "heat", "step", "compute / encode / wait"):
         table.add_column(heading, justify="right" if heading in ("memory", "heat", "step") else "left")
     for node in seen.nodes:
-        style, words = _STYLES[node.state], node.state if not node.why else f"{node.state}: {node.why}"
+        style, words = _STYLES.get(node.state, "red"), node.state if not node.why else f"{node.state}: {node.why}"
         table.add_row(
             Text(cell(node.name), style),
             Text(cell(words), style),
@@ -130,7 +130,7 @@ def heat(readings: Readings) -> str:
     return ", ".join(figures)
 
 
-def _phases(phases: Phases | None) -> str:
+def _phases(phases: StepTimes | None) -> str:
     if phases is None:
         return ""
     return " / ".join(duration(part) if part else "–" for part in (phases.compute_s, phases.encode_s, phases.wait_s))

@@ -19,7 +19,7 @@ from hcsim.cluster.diagnosis import Findings
 from hcsim.cluster.view import ClusterPrecedence, Member, View, standing
 from hcsim.identity.trust_list import TrustRecord
 from hcsim.runtime.host import Chip, Interface, Readings
-from hcsim.telemetry.history import MessageRecord, StepRecord
+from hcsim.telemetry.history import HistoryMessage, HistoryStep
 from hcsim.transport.groups import MOST_EPOCHS
 from hcsim.transport.messages import Schema
 
@@ -159,8 +159,8 @@ class Details(msgspec.Struct, frozen=True):
     """What it works on, in words."""
     total_steps: int = 0
     """How many steps there are to be; 0 if nobody knows."""
-    steps: tuple[StepRecord, ...] = ()
-    messages: tuple[MessageRecord, ...] = ()
+    steps: tuple[HistoryStep, ...] = ()
+    messages: tuple[HistoryMessage, ...] = ()
 
 
 class StatusReply(msgspec.Struct, frozen=True, tag="told"):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from statistics import median
 from typing import Literal, TypeAlias
 
 import msgspec
@@ -17,7 +18,7 @@ from hcsim.cluster.status_client import ClusterWatch
 from hcsim.cluster.view import View
 from hcsim.runtime.address import hosts_of
 from hcsim.runtime.host import Chip, Interface, Readings
-from hcsim.telemetry.history import RunHistory, StepRecord
+from hcsim.telemetry.history import HistoryStep, RunHistory
 
 RECENT_STEPS = 10
 """The number of steps over which speed and phases are averaged."""
@@ -29,7 +30,7 @@ _SAME_NEWS_S = 10.0
 """All members of a view have the same to say, at nearly the same time."""
 MOST_EVENTS = 100
 
-NodeState: TypeAlias = Literal["leads", "member", "waits", "suspected", "out", "silent"]
+NodeState: TypeAlias = Literal["leads", "member", "waits", "suspected", "out", "silent", "done"]
 State: TypeAlias = Literal["nobody", "waiting", "working", "stalled", "done"]
 Tone: TypeAlias = Literal["plain", "good", "bad"]
 _BAD = re.compile(
@@ -55,7 +56,7 @@ class NodeReport(msgspec.Struct, frozen=True):
         return at_s if details is None else self.heard_s + at_s - details.now_s
 
 
-class Phases(msgspec.Struct, frozen=True):
+class StepTimes(msgspec.Struct, frozen=True):
     """The seconds of a step by purpose. The parts may overlap."""
 
     compute_s: float
@@ -76,7 +77,7 @@ class NodeOverview(msgspec.Struct, frozen=True):
     chip: Chip | None = None
     readings: Readings = Readings()
     step: int = 0
-    phases: Phases | None = None
+    phases: StepTimes | None = None
 
 
 class LinkOverview(msgspec.Struct, frozen=True):
@@ -200,7 +201,9 @@ def _node(
     suspected = next((link.suspected for link in links if link.suspected), "")
     is_member = view is not None and view.member(node) is not None
     state: NodeState
-    if report is None or report.failure:
+    if report is not None and _has_finished(report.history):
+        state, why = "done", ""
+    elif report is None or report.failure:
         failure = "" if report is None else report.failure
         state, why = "silent" if is_member else "out", suspected or _why_lost(name, events) or failure
     elif not is_member:
@@ -230,6 +233,10 @@ def _node(
     )
 
 
+def _has_finished(history: RunHistory) -> bool:
+    return history.latest is not None and 0 < history.total_steps <= history.latest.step
+
+
 def _first_host(address: str) -> str:
     return hosts_of(address)[0][0] if address else ""
 
@@ -239,16 +246,22 @@ def _why_lost(name: str, events: Sequence[EventOverview]) -> str:
     for event in reversed(events):
         if found := re.search(rf"\b{re.escape(name)} was lost: ([^;]+?)\)?(?:;|$)", event.text):
             return found[1]
+        if re.search(rf"\b{re.escape(name)} lost\b", event.text):
+            return "it was lost"
         if re.search(rf"\b{re.escape(name)}\b[^(]*\bjoined\)", event.text):
             return ""
     return ""
 
 
-def _phases(steps: Sequence[StepRecord]) -> Phases | None:
+def _phases(steps: Sequence[HistoryStep]) -> StepTimes | None:
     if not steps:
         return None
-    names = ("compute_s", "encode_s", "wait_s", "whole_s")
-    return Phases(*(sum(getattr(step, name) for step in steps) / len(steps) for name in names))
+    return StepTimes(
+        median(step.compute_s for step in steps),
+        median(step.encode_s for step in steps),
+        median(step.wait_s for step in steps),
+        median(step.whole_s for step in steps),
+    )
 
 
 def _links(reports: Sequence[NodeReport]) -> tuple[LinkOverview, ...]:
@@ -303,7 +316,7 @@ def _training(reports: Sequence[NodeReport], now_s: float) -> TrainingOverview |
         samples = sum(each.samples * (each.step - step) for each, step in zip(recent[1:], before, strict=False))
         samples_per_s = samples / lasted_s if samples else None
         left_s = step_s * (first.history.total_steps - last.step) if first.history.total_steps else None
-    merged: dict[int, StepRecord] = {}
+    merged: dict[int, HistoryStep] = {}
     for each in sorted(working, key=_progress):
         merged |= {step.step: step for step in each.history.steps()}
     curve = [merged[step] for step in sorted(merged)]
@@ -339,7 +352,8 @@ def _events(reports: Sequence[NodeReport], news: Sequence[EventOverview]) -> tup
     told: dict[str, float] = {}
     events = []
     for event in sorted(all_of_them, key=lambda event: event.at_s):
-        if event.text not in told or event.at_s - told[event.text] > _SAME_NEWS_S:
+        is_view = event.text.startswith("view ")  # there is one of each number
+        if event.text not in told or (not is_view and event.at_s - told[event.text] > _SAME_NEWS_S):
             events.append(event)
         told[event.text] = event.at_s
     return tuple(events[-MOST_EVENTS:])
@@ -364,7 +378,7 @@ def _state(here: Sequence[NodeReport], view: View | None, training: TrainingOver
 
 
 def _headline(state: State, nodes: Sequence[NodeOverview], training: TrainingOverview | None, now_s: float) -> str:
-    at_work = sum(each.state in ("leads", "member", "suspected") for each in nodes)
+    at_work = sum(each.state in ("leads", "member", "suspected", "done") for each in nodes)
     machines = f"{at_work} machine{'s' if at_work != 1 else ''}"
     sentence = {
         "nobody": "No node of the cluster answers",

@@ -19,7 +19,7 @@ from hcsim.errors import DeadlineExceeded, HcsimError, RemoteProtocolError
 from hcsim.runtime.channel import Channel
 from hcsim.runtime.clock import within
 from hcsim.runtime.host import Host
-from hcsim.telemetry.history import MOST_MESSAGES, MessageRecord, RunHistory
+from hcsim.telemetry.history import MOST_MESSAGES, HistoryMessage, RunHistory
 from hcsim.transport.admission_queue import one_line
 from hcsim.transport.messages import expect
 
@@ -173,7 +173,7 @@ class ClusterWatch:
         self._asking: list[asyncio.Task[None]] = []
         self.failure = ""
         """Why the local network cannot be searched; empty if it can."""
-        self.messages: deque[MessageRecord] = deque(maxlen=MOST_MESSAGES)
+        self.messages: deque[HistoryMessage] = deque(maxlen=MOST_MESSAGES)
         """Which nodes ceased to answer, or answer again, on the client's clock."""
         for address in peers:
             self._watch(address)
@@ -234,4 +234,4 @@ class ClusterWatch:
 
     def _note(self, target: WatchedNode, name: str) -> None:
         text = f"{name} answers again" if target.answers else f"{name} does not answer: {target.failure}"
-        self.messages.append(MessageRecord(self._host.clock.elapsed(), one_line(text)))
+        self.messages.append(HistoryMessage(self._host.clock.elapsed(), one_line(text)))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Mapping
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
@@ -85,13 +84,20 @@ def simulate_training(
     """Train on every host of a scenario, by `settings` or else by the scenario's `[training]`.
 
     `what` is a custom task that replaces the one that these name."""
+    from hcsim.training.observers import HistoryObserver, recorded
     from hcsim.training.trainer import train
 
     loaded = load_scenario(scenario)
     chosen = settings or loaded.training or Training()
     refuse_tunnels(chosen)
     options = Options(timeout_s=chosen.timeout_s, groups=loaded.homes if len(loaded.homes) > 1 else ())
-    program = partial(train, settings=chosen, seed=loaded.seed, observer=observer, what=what)
+
+    async def program(group: Group) -> Report:
+        watched = (
+            observer if sink is None else HistoryObserver(recorded(group.host, chosen), group.host.clock, observer)
+        )
+        return await train(group, chosen, loaded.seed, watched, what)
+
     return simulate(loaded, program, options=options, wire=wire, sink=sink)
 
 

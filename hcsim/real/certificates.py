@@ -11,11 +11,12 @@ clocks of machines at home may be wrong when they start.
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 
 import msgspec
 from cryptography import x509
-from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
@@ -77,6 +78,29 @@ def _builder(
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
         .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(authority), critical=False)
     )
+
+
+def make_web_certificate(name: str) -> tuple[bytes, bytes]:
+    """Return a new certificate that signs itself, for a browser to be shown, and its key, in PEM format.
+
+    Browsers know no Ed25519, and take certificates for about a year only."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    now = datetime.now(UTC)
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(_name(name))
+        .issuer_name(_name(name))
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - timedelta(days=1))
+        .not_valid_after(now + timedelta(days=365))
+        .add_extension(x509.SubjectAlternativeName([x509.DNSName(name)]), critical=False)
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    form, plain = serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    pem = serialization.Encoding.PEM
+    return certificate.public_bytes(pem), key.private_bytes(pem, form, plain)
 
 
 def _name(text: str) -> x509.Name:

@@ -331,6 +331,11 @@ class RealHost:
         if self._trace is not None:
             self._trace.record((time.monotonic_ns(), kind, self.name, *fields))
 
+    def note(self, kind: str, *fields: str | int | float) -> None:
+        """Write a line into the file of the trace, if there is one, that is no event."""
+        if self._trace is not None and self._trace.is_kept:
+            self._trace.append([(time.monotonic_ns(), kind, self.name, *fields)])
+
     async def close(self) -> None:
         """End its tasks, listeners, announcements and worker thread. Channels stay open; their callers own them."""
         async with AsyncExitStack() as stack:  # from the last to the first, also where it is cancelled meanwhile

@@ -170,7 +170,6 @@ LONGEST_S = 10.0
 @asynccontextmanager
 async def serving_metrics(metrics: HostMetrics, address: str) -> AsyncIterator[str]:
     """Serve `GET /metrics` within this context. Yields the address with the actual port."""
-    host, port = split_address(address)
 
     async def answer(request: web.Request) -> web.Response:
         body, content_type = scrape(metrics, request.headers.get("Accept", ""))
@@ -180,22 +179,37 @@ async def serving_metrics(metrics: HostMetrics, address: str) -> AsyncIterator[s
 
     app = web.Application()
     app.router.add_get("/metrics", answer)
+    sock = await bound(address, "metrics")
+    async with serving(app, sock, "metrics"):
+        yield join_address(sock.getsockname())
+
+
+async def bound(address: str, what: str) -> socket.socket:
+    """Return a socket that listens at `host:port`; `what` is to be served there."""
+    host, port = split_address(address)
     try:
         found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
         family, *_, sockaddr = found[0]
-        sock = listening_socket(family, sockaddr)
+        return listening_socket(family, sockaddr)
     except OSError as error:
         advice = "; choose another port" if error.errno in (errno.EADDRINUSE, errno.EACCES) else ""
-        raise ConfigError(f"metrics cannot be served at {address}: {error.strerror or error}{advice}") from None
+        raise ConfigError(f"{what} cannot be served at {address}: {error.strerror or error}{advice}") from None
     except UnicodeError as error:
-        raise ConfigError(f"metrics cannot be served at {address}: that is no host's name ({error})") from None
-    served = join_address(sock.getsockname())
-    runner = web.AppRunner(app, access_log=None, logger=OneLineLogger(f"metrics at {served}"), shutdown_timeout=0.0)
+        raise ConfigError(f"{what} cannot be served at {address}: that is no host's name ({error})") from None
+
+
+@asynccontextmanager
+async def serving(
+    app: web.Application, sock: socket.socket, what: str, context: ssl.SSLContext | None = None
+) -> AsyncIterator[ConnectionAcceptor]:
+    """Serve an application at a listening socket within this context, with bounds for its clients."""
+    logger = OneLineLogger(f"{what} at {join_address(sock.getsockname())}")
+    runner = web.AppRunner(app, access_log=None, logger=logger, shutdown_timeout=0.0)
     await runner.setup()
     assert runner.server is not None
-    acceptor = ConnectionAcceptor(sock, runner.server, most=MOST_CONNECTIONS, deadline_s=LONGEST_S)
+    acceptor = ConnectionAcceptor(sock, runner.server, most=MOST_CONNECTIONS, deadline_s=LONGEST_S, context=context)
     try:
-        yield served
+        yield acceptor
     finally:
         await acceptor.close()
         await runner.cleanup()

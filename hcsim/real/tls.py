@@ -19,8 +19,8 @@ import os
 import socket
 import ssl
 import tempfile
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -105,12 +105,7 @@ class Tls:
         from hcsim.real.certificates import make_certificates
 
         made = make_certificates(source.key, source.secret)
-        # `ssl` reads keys from files alone: a folder that only we can enter, for as long as that takes.
-        with tempfile.TemporaryDirectory(prefix="hcsim-") as folder:
-            files = TlsFiles(Path(folder, "cert"), Path(folder, "key"), Path(folder, "ca"))
-            for path, data in ((files.cert, made.leaf), (files.key, made.key), (files.ca, made.authority)):
-                with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-                    file.write(data)
+        with _in_files(made.leaf, made.key, made.authority) as files:
             self._load(files)
         for context in self._contexts.values():
             context.verify_flags |= ssl.VerifyFlags(_NO_CHECK_TIME)
@@ -124,6 +119,32 @@ class Tls:
         }
         self._contexts[True].num_tickets = 0
         self._public = _encoded(x509.load_pem_x509_certificate(files.cert.read_bytes()).public_key())
+
+
+def web_context(name: str) -> tuple[ssl.SSLContext, str]:
+    """Return the context of a server for browsers, whose certificate signs itself, and the certificate's SHA-256, by
+    which a person can recognise it."""
+    from hcsim.real.certificates import make_web_certificate
+
+    certificate, key = make_web_certificate(name)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    with _in_files(certificate, key, b"") as files:
+        context.load_cert_chain(files.cert, files.key)
+    digest = hashlib.sha256(ssl.PEM_cert_to_DER_cert(certificate.decode())).hexdigest().upper()
+    return context, ":".join(digest[i : i + 2] for i in range(0, len(digest), 2))
+
+
+@contextmanager
+def _in_files(cert: bytes, key: bytes, authority: bytes) -> Iterator[TlsFiles]:
+    """Write these to files in a folder that only we can enter, for as long as `ssl`, which reads keys from files alone,
+    takes to read them."""
+    with tempfile.TemporaryDirectory(prefix="hcsim-") as folder:
+        files = TlsFiles(Path(folder, "cert"), Path(folder, "key"), Path(folder, "ca"))
+        for path, data in ((files.cert, cert), (files.key, key), (files.ca, authority)):
+            with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+                file.write(data)
+        yield files
 
 
 def _context(files: TlsFiles, protocol: int) -> ssl.SSLContext:

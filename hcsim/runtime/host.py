@@ -286,3 +286,7 @@ class Host(Protocol):
         """Return this host's random stream of that name."""
 
     def trace(self, kind: str, *fields: str | int | float) -> None: ...
+
+    def note(self, kind: str, *fields: str | int | float) -> None:
+        """Write a line for people into the file of the trace, if there is one. It is no event, and not in the
+        digest."""

@@ -16,7 +16,7 @@ MOST_MESSAGES = 200
 LONGEST_MESSAGE = 400
 
 
-class StepRecord(msgspec.Struct, frozen=True, array_like=True):
+class HistoryStep(msgspec.Struct, frozen=True, array_like=True):
     """A step of training, as one member saw it."""
 
     at_s: float
@@ -36,7 +36,7 @@ class StepRecord(msgspec.Struct, frozen=True, array_like=True):
     accuracy: float | None = None
 
 
-class MessageRecord(msgspec.Struct, frozen=True, array_like=True):
+class HistoryMessage(msgspec.Struct, frozen=True, array_like=True):
     """A message of a member to its user."""
 
     at_s: float
@@ -50,19 +50,19 @@ class RunHistory:
         self,
         title: str = "",
         total_steps: int = 0,
-        note: Callable[[StepRecord | MessageRecord], None] = lambda record: None,
+        note: Callable[[HistoryStep | HistoryMessage], None] = lambda record: None,
     ) -> None:
         """`title` is what the member works on, in words; `total_steps` is 0 if nobody knows how many there are.
         `note` is called with every record."""
         self._note = note
         self.title = title
         self.total_steps = total_steps
-        self._steps: list[StepRecord] = []
+        self._steps: list[HistoryStep] = []
         self._stride = 1
-        self._latest: StepRecord | None = None
-        self._messages: deque[MessageRecord] = deque(maxlen=MOST_MESSAGES)
+        self._latest: HistoryStep | None = None
+        self._messages: deque[HistoryMessage] = deque(maxlen=MOST_MESSAGES)
 
-    def step(self, record: StepRecord) -> None:
+    def step(self, record: HistoryStep) -> None:
         """Add a step. One that is not later than the ones before replaces these: it is done again."""
         while self._steps and self._steps[-1].step >= record.step:
             self._steps.pop()
@@ -75,7 +75,7 @@ class RunHistory:
             self._stride *= 2
             self._steps = [each for each in self._steps if each.step % self._stride == 0]
 
-    def extend(self, steps: Sequence[StepRecord], messages: Sequence[MessageRecord]) -> None:
+    def extend(self, steps: Sequence[HistoryStep], messages: Sequence[HistoryMessage]) -> None:
         """Add what another history has returned; what is known already does not count twice."""
         for step in steps:
             self.step(step)
@@ -83,21 +83,21 @@ class RunHistory:
 
     def say(self, at_s: float, text: str) -> None:
         """Add a message."""
-        record = MessageRecord(at_s, text if len(text) <= LONGEST_MESSAGE else text[:LONGEST_MESSAGE] + "…")
+        record = HistoryMessage(at_s, text if len(text) <= LONGEST_MESSAGE else text[:LONGEST_MESSAGE] + "…")
         self._messages.append(record)
         self._note(record)
 
     @property
-    def latest(self) -> StepRecord | None:
+    def latest(self) -> HistoryStep | None:
         return self._latest
 
-    def steps(self, since_s: float = -1.0) -> tuple[StepRecord, ...]:
+    def steps(self, since_s: float = -1.0) -> tuple[HistoryStep, ...]:
         """Return the steps that are kept and not earlier than this, in order; the newest is the last."""
-        kept: Sequence[StepRecord] = self._steps
+        kept: Sequence[HistoryStep] = self._steps
         if self._latest is not None and (not kept or kept[-1].step < self._latest.step):
             kept = (*kept, self._latest)
         return tuple(each for each in kept if each.at_s >= since_s)
 
-    def messages(self, since_s: float = -1.0) -> tuple[MessageRecord, ...]:
+    def messages(self, since_s: float = -1.0) -> tuple[HistoryMessage, ...]:
         """Return the messages that are kept and not earlier than this, in order."""
         return tuple(each for each in self._messages if each.at_s >= since_s)

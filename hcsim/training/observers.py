@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from hcsim.config.training import Training
 from hcsim.runtime.clock import Clock
-from hcsim.telemetry.history import RunHistory, StepRecord
+from hcsim.runtime.host import Host
+from hcsim.telemetry.history import HistoryMessage, HistoryStep, RunHistory
 from hcsim.training.run import Observer, Point, Run
 
 
@@ -12,6 +15,21 @@ def summary(settings: Training) -> str:
     """Return what is trained, and how, in words."""
     compressor = "" if settings.compressor == "none" else f", compressor {settings.compressor}"
     return f"{settings.task} by {settings.strategy}{compressor}"
+
+
+def recorded(host: Host, settings: Training) -> RunHistory:
+    """Return an empty history for a member; what it takes in is also noted in the trace's file."""
+    chip = host.device.chip
+    host.note("machine", chip.name, chip.memory_bytes or 0)
+    host.note("job", summary(settings), settings.steps)
+
+    def note(record: HistoryStep | HistoryMessage) -> None:
+        if isinstance(record, HistoryStep):
+            host.note("progress", *(field for field in msgspec.structs.astuple(record)[1:] if field is not None))
+        else:
+            host.note("said", record.text)
+
+    return RunHistory(summary(settings), settings.steps, note)
 
 
 class HistoryObserver:
@@ -25,7 +43,7 @@ class HistoryObserver:
     def point(self, rank: int, point: Point) -> None:
         """Add a step."""
         spent, score = point.spent_s, point.score
-        record = StepRecord(
+        record = HistoryStep(
             at_s=self._clock.elapsed(),
             step=point.step,
             loss=point.loss,

@@ -129,6 +129,7 @@ class AdmittedHost:
         self.spawn = host.spawn
         self.rng = host.rng
         self.trace = host.trace
+        self.note = host.note
         self.metrics = host.metrics
 
     @property

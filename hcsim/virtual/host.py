@@ -207,6 +207,10 @@ class VirtualHost:
     def trace(self, kind: str, *fields: str | int | float) -> None:
         self.net.trace.record((self.loop.env.now_ns, kind, self._name, *fields))
 
+    def note(self, kind: str, *fields: str | int | float) -> None:
+        if self.net.trace.is_kept:
+            self.net.trace.append([(self.loop.env.now_ns, kind, self._name, *fields)])
+
     # The world's side of a host.
 
     def neighbours(self) -> tuple[VirtualHost, ...]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hcsim.telemetry.history import LONGEST_MESSAGE, MOST_MESSAGES, MOST_STEPS, RunHistory, StepRecord
+from hcsim.telemetry.history import LONGEST_MESSAGE, MOST_MESSAGES, MOST_STEPS, HistoryStep, RunHistory
 
 
-def step(number: int) -> StepRecord:
-    return StepRecord(float(number), number, 1.0 / number)
+def step(number: int) -> HistoryStep:
+    return HistoryStep(float(number), number, 1.0 / number)
 
 
 @given(st.integers(1, 5000))
@@ -29,7 +29,7 @@ def test_a_step_that_is_done_again_replaces_the_ones_from_there_on() -> None:
     history = RunHistory()
     for number in (1, 2, 3, 4):
         history.step(step(number))
-    again = StepRecord(9.0, 3, 0.5)
+    again = HistoryStep(9.0, 3, 0.5)
     history.step(again)
     assert history.steps() == (step(1), step(2), again)
     assert history.latest == again

@@ -9,7 +9,17 @@ import typer
 
 from hcsim.cli import cluster
 from hcsim.cli.errors import FAILED, errors_told
-from hcsim.cli.options import CLUSTER, BenchOptions, Command, Commands, RankOptions, RunOptions, names_of, taking
+from hcsim.cli.options import (
+    CLUSTER,
+    DASHBOARD,
+    BenchOptions,
+    Command,
+    Commands,
+    RankOptions,
+    RunOptions,
+    names_of,
+    taking,
+)
 
 app = typer.Typer(
     cls=Commands,
@@ -129,7 +139,7 @@ def dashboard(
     ] = None,
     listen: Annotated[
         str, typer.Option(help="address:port to serve at; beyond this machine it takes TLS and a token.")
-    ] = "127.0.0.1:52419",
+    ] = DASHBOARD,
     name: cluster.Name = CLUSTER,
     peer: cluster.Peers = None,
 ) -> None:

@@ -12,10 +12,11 @@ from pathlib import Path
 import msgspec
 
 from hcsim.cli import screen
-from hcsim.cli.recorded import read_record
+from hcsim.cli.options import DASHBOARD
+from hcsim.cli.recorded import RecordedRun, read_record
 from hcsim.errors import ConfigError
 from hcsim.launch.real import WATCH_EVERY_S, watching_cluster
-from hcsim.real.dashboard import Guard, Recorded, serving_dashboard
+from hcsim.real.dashboard import Guard, Recorded, Source, serving_dashboard
 from hcsim.real.interfaces import host_name, list_interfaces, reachable_at
 from hcsim.real.keys import load_credentials
 from hcsim.real.tls import web_context
@@ -25,13 +26,34 @@ from hcsim.runtime.address import split_address
 def show_cluster(listen: str, home: Path, cluster: str, peers: Sequence[str]) -> None:
     """Serve the page of a running cluster until the user ends it."""
     load_credentials(home, cluster, host_name())  # a machine that has joined no cluster need not begin
-    asyncio.run(_serve(listen, lambda: _watching(home, cluster, peers)))
+
+    async def serve() -> None:
+        async with serving_cluster(listen, home, cluster, peers):
+            await _until_interrupted()
+
+    asyncio.run(serve())
 
 
 def show_record(listen: str, record: Path) -> None:
     """Serve the page of a recorded run until the user ends it."""
-    run = read_record(record)
-    asyncio.run(_serve(listen, Recorded(lambda at_s: msgspec.json.encode(run.at(at_s)), run.end_s)))
+    show_recorded(read_record(record), listen)
+
+
+def show_recorded(run: RecordedRun, listen: str = DASHBOARD) -> None:
+    """Serve the page of a run until the user ends it."""
+
+    async def serve() -> None:
+        async with _serving(listen, Recorded(lambda at_s: msgspec.json.encode(run.at(at_s)), run.end_s)):
+            await _until_interrupted()
+
+    asyncio.run(serve())
+
+
+@asynccontextmanager
+async def serving_cluster(listen: str, home: Path, cluster: str, peers: Sequence[str]) -> AsyncIterator[None]:
+    """Serve the page of a running cluster within this context."""
+    async with _serving(listen, lambda: _watching(home, cluster, peers)):
+        yield
 
 
 @asynccontextmanager
@@ -40,11 +62,17 @@ async def _watching(home: Path, cluster: str, peers: Sequence[str]) -> AsyncIter
         yield lambda: msgspec.json.encode(now())
 
 
-async def _serve(listen: str, shown: Callable[..., object] | Recorded) -> None:
+@asynccontextmanager
+async def _serving(listen: str, shown: Source | Recorded) -> AsyncIterator[None]:
     guard, fingerprint = guard_for(listen)
-    async with serving_dashboard(listen, shown, guard=guard, every_s=WATCH_EVERY_S) as url:  # type: ignore[arg-type]
+    async with serving_dashboard(listen, shown, guard=guard, every_s=WATCH_EVERY_S) as url:
         tell_url(url, fingerprint)
-        await asyncio.get_running_loop().create_future()
+        yield
+
+
+async def _until_interrupted() -> None:
+    screen.note("Ctrl-C ends it")
+    await asyncio.get_running_loop().create_future()
 
 
 def guard_for(listen: str) -> tuple[Guard | None, str]:
@@ -72,4 +100,3 @@ def tell_url(url: str, fingerprint: str) -> None:
         screen.note("whoever knows this address can look; the browser will warn once of a certificate with SHA-256")
         screen.note(fingerprint)
     screen.say(f"dashboard at {url}")
-    screen.note("Ctrl-C ends it")

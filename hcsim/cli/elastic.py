@@ -15,25 +15,28 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 import msgspec
 
 from hcsim.cli import screen
-from hcsim.cli.recording import RecordingFiles, recording
+from hcsim.cli.options import DASHBOARD
+from hcsim.cli.recording import RecordingFiles, recording, show_run
 from hcsim.cli.training import ConsoleReporter, check, fastest_device, tell_outcome
-from hcsim.config import Scenario, Training, write_job
+from hcsim.config import Cluster, Scenario, Training, write_job
 from hcsim.errors import ConfigError
 from hcsim.launch.real import RealNode, train_in_cluster
 from hcsim.launch.virtual_cluster import simulate_cluster
 from hcsim.node import ClusterJob
 from hcsim.real.hardware import check_torch_device
+from hcsim.real.interfaces import list_interfaces, reachable_at
 from hcsim.real.keys import load_secret
 from hcsim.real.ssh import SshProcesses, remotes
+from hcsim.runtime.address import with_port
 from hcsim.telemetry.trace import Sink
 from hcsim.training.run import Point, Report
 from hcsim.training.strategies import check_elastic
@@ -46,6 +49,15 @@ END_OF_JOB = "..."
 """After this line standard input stays open. When it closes, the starting process has gone or asks this node
 to leave. The same line acknowledges the job."""
 SILENCE_S = 30.0
+
+
+class Outputs(msgspec.Struct, frozen=True):
+    """What a real run writes or shows, beside its result."""
+
+    trace: Path | None = None
+    save: Path | None = None
+    dashboard: bool = False
+    """Whether this machine serves a page of the cluster meanwhile."""
 
 
 class RemoteHosts(msgspec.Struct, frozen=True):
@@ -89,24 +101,24 @@ def train_virtual_cluster(
 
         outcome = simulate_cluster(scenario, settings, wire=wire, sink=record.sink, observer=onlooker, tell=tell)
         record.keep(outcome.metrics)
-    return tell_outcome(scenario, settings, "node", outcome)
+    healthy = tell_outcome(scenario, settings, "node", outcome)
+    show_run(record)
+    return healthy
 
 
-def train_for_real(
-    node: RealNode, plan: ClusterJob, trace: Path | None, save: Path | None, others: RemoteHosts, *, attended: bool
-) -> bool:
+def train_for_real(node: RealNode, plan: ClusterJob, outputs: Outputs, others: RemoteHosts, *, attended: bool) -> bool:
     """Find the other machines, train with them, and show the outcome.
 
     Other machines may be started from here. If this process was itself started from another machine
     (`attended`), it leaves when that machine disconnects."""
     settings, cluster = plan.training, plan.cluster
     load_secret(node.home, node.cluster)  # whoever has joined no cluster need not wait
-    check(settings, cluster.needed, 1, save)
+    check(settings, cluster.needed, 1, outputs.save)
     check_elastic(settings)
     if task(settings.task).phantom:
         raise ConfigError(f"{settings.task} has shapes and no data: it can be simulated, not trained")
     check_torch_device(node.device)
-    with screen.ProgressLine("step", settings.steps) as progress, recording(RecordingFiles(trace)) as record:
+    with screen.ProgressLine("step", settings.steps) as progress, recording(RecordingFiles(outputs.trace)) as record:
         if node.device == "auto":
             node = msgspec.structs.replace(node, device=asyncio.run(fastest_device(settings, progress.news)))
         missing = cluster.needed - 1
@@ -114,9 +126,24 @@ def train_for_real(
             progress.waiting([screen.counted(missing, "other node")])
         else:
             progress.news("work begins with this member alone (--nodes); others may join it")
-        report = asyncio.run(_Session(node, plan, progress, save, record.sink).run(others, attended=attended))
+        session = _Session(node, plan, progress, outputs.save, record.sink)
+        report = asyncio.run(_shown(session.run(others, attended=attended), node, cluster, outputs))
     screen.training_report(settings, f"this node was rank {report.rank} at the end, for real", [report])
     return True
+
+
+async def _shown(session: Coroutine[Any, Any, Report], node: RealNode, cluster: Cluster, outputs: Outputs) -> Report:
+    """Carry out a session, with a page of the cluster meanwhile if it was requested."""
+    if not outputs.dashboard:
+        return await session
+    from hcsim.cli.dashboard import serving_cluster
+
+    try:
+        hosts = node.hosts or reachable_at(list_interfaces())
+        async with serving_cluster(DASHBOARD, node.home, node.cluster, [with_port(hosts[0], cluster.discovery_port)]):
+            return await session
+    finally:
+        session.close()
 
 
 class _Session:

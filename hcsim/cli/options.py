@@ -20,6 +20,8 @@ from hcsim.cli.errors import BAD_INPUT
 CLUSTER = "home"
 """What a machine calls its cluster where nobody says."""
 INVITATION_PORT = 52418
+DASHBOARD = "127.0.0.1:52419"
+"""Where the page of a cluster or of a run is served, unless another place is given."""
 
 
 def names_of(kind: str) -> Callable[[str], Iterable[str]]:
@@ -89,6 +91,12 @@ class RunOptions(msgspec.Struct, frozen=True):
     state: Annotated[File, _option("Real: a folder for what outlives a crash.", metavar="FOLDER")] = None
     save: Save = None
     trace: Trace = None
+    dashboard: Annotated[
+        bool,
+        typer.Option(
+            "--dashboard", help="Show it as a page: a real run at once, a virtual one when it ends.", hidden=True
+        ),
+    ] = False
 
 
 class BenchOptions(msgspec.Struct, frozen=True):

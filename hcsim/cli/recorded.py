@@ -21,6 +21,7 @@ from hcsim.cluster.view import Member, View
 from hcsim.errors import UNDECODABLE, ConfigError
 from hcsim.runtime.host import Chip, Readings
 from hcsim.telemetry.history import MOST_STEPS, HistoryMessage, HistoryStep, RunHistory
+from hcsim.telemetry.trace import Event
 from hcsim.transport.admission_queue import one_line
 
 _KINDS = ("machine", "job", "progress", "said", "view", "follows", "measured", "fault", "metric")
@@ -61,6 +62,12 @@ class RecordedRun:
         self._machines: dict[str, _Machine] = {}
         self._faults: _Series[EventOverview] = _Series()
         self.end_s = 0.0
+
+    def listen(self, events: Sequence[Event]) -> None:
+        """Take in events of a running simulation."""
+        for at_ns, kind, where, *fields in events:
+            if kind in _KINDS:
+                self.take(int(at_ns) / 1e9, str(kind), str(where), fields)
 
     def take(self, at_s: float, kind: str, where: str, fields: Sequence[Any]) -> None:
         """Take in a line of the record."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
@@ -14,12 +14,17 @@ from hcsim.errors import CollectiveTimeout, ConfigError, HcsimError
 from hcsim.telemetry.metrics import HostMetrics
 from hcsim.telemetry.trace import Event, Sink
 
+if TYPE_CHECKING:
+    from hcsim.cli.recorded import RecordedRun
+
 
 class RecordingFiles(msgspec.Struct, frozen=True):
     """The output files that were requested."""
 
     trace: Path | None = None
     metrics: Path | None = None
+    dashboard: bool = False
+    """Whether the run is shown as a page when it has ended."""
 
 
 class Recording(msgspec.Struct, frozen=True):
@@ -28,6 +33,8 @@ class Recording(msgspec.Struct, frozen=True):
     sink: Sink | None
     """Receives the events of the trace."""
     figures: _Output | None
+    run: RecordedRun | None = None
+    """What the page will show, if one was requested."""
 
     def keep(self, metrics: Mapping[str, HostMetrics]) -> None:
         """Write the hosts' final metrics in Prometheus' text format."""
@@ -104,7 +111,14 @@ def recording(files: RecordingFiles) -> Iterator[Recording]:
     try:
         with ExitStack() as stack:
             sink = None if files.trace is None else _lines(stack.enter_context(_Output(files.trace)))
-            yield Recording(sink, None if files.metrics is None else stack.enter_context(_Output(files.metrics)))
+            figures = None if files.metrics is None else stack.enter_context(_Output(files.metrics))
+            if files.dashboard:
+                from hcsim.cli.recorded import RecordedRun
+
+                run = RecordedRun("this run")
+                yield Recording(_both(sink, run.listen), figures, run)
+            else:
+                yield Recording(sink, figures)
     except _Lost as lost:
         raise lost.error from None
 
@@ -127,6 +141,23 @@ def tell_fingerprint(run: FinishedRun) -> None:
     """Show the run's duration and the digest that all runs of the same scenario and seed share."""
     screen.say(f"virtual time {screen.duration(run.seconds)}, {run.events:,} events")
     screen.say(f"trace sha256 {run.trace_sha256}")
+
+
+def show_run(record: Recording) -> None:
+    """Show the run as a page until the user ends it, if that was requested."""
+    if record.run is not None:
+        from hcsim.cli.dashboard import show_recorded
+
+        show_recorded(record.run)
+
+
+def _both(first: Sink | None, second: Sink) -> Sink:
+    def write(events: Sequence[Event]) -> None:
+        if first is not None:
+            first(events)
+        second(events)
+
+    return write
 
 
 def _lines(file: _Output) -> Sink:

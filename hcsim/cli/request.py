@@ -41,7 +41,7 @@ def run(options: RunOptions) -> bool:
     learned = {f"training.{name}": getattr(options, name) for name in ("task", "strategy", "compressor", "steps")}
     if options.what is not None and options.what.endswith(".py"):
         trained = {f"--{name.removeprefix('training.')}": value for name, value in learned.items()}
-        only(_NO_SCRIPT, {**trained, "--save": options.save})
+        only(_NO_SCRIPT, {**trained, "--save": options.save, "--dashboard": options.dashboard or None})
         return (_script_for_real if options.real else _script)(options, Settings(options.set))
     given = {f"-- {' '.join(options.arguments)}": True} if options.arguments else {}
     only("with a script (a file that ends with .py)", {"--scenario": options.scenario, **given})
@@ -170,7 +170,7 @@ def _cluster_for_real(
     options: RunOptions, chosen: Scenario | None, settings: Settings, training: Training | None, *, attended: bool
 ) -> bool:
     """Train with the machines that find each other."""
-    from hcsim.cli.elastic import RemoteHosts, train_for_real
+    from hcsim.cli.elastic import Outputs, RemoteHosts, train_for_real
     from hcsim.node import ClusterJob
 
     others = RemoteHosts(_hosts(options.hosts))
@@ -190,7 +190,8 @@ def _cluster_for_real(
     _apart({"--save": options.save, "--trace": options.trace})
     plan = ClusterJob(cluster, training, _seed(options.seed, chosen), wire)
     others = replace(others, program=machine.remote_hcsim)
-    return train_for_real(here, plan, options.trace, options.save, others, attended=attended)
+    outputs = Outputs(options.trace, options.save, options.dashboard)
+    return train_for_real(here, plan, outputs, others, attended=attended)
 
 
 def _virtual(options: RunOptions, chosen: Scenario, settings: Settings, training: Training | None) -> bool:
@@ -198,7 +199,8 @@ def _virtual(options: RunOptions, chosen: Scenario, settings: Settings, training
     only("with --real", {"--hosts": options.hosts, "--state": options.state})
     if training is None:
         only("with a script, or where something is learned (--task)", {"--nodes": options.nodes})
-        only("where something is learned (--task)", {"--save": options.save})
+        shown = {"--save": options.save, "--dashboard": options.dashboard or None}
+        only("where something is learned (--task)", shown)
         from hcsim.cli.ranks import run_virtual
 
         chosen = replace(chosen, job=settings.take("job", chosen.job))
@@ -210,6 +212,7 @@ def _virtual(options: RunOptions, chosen: Scenario, settings: Settings, training
         chosen = _clustered(chosen, settings.take("cluster", chosen.cluster or Cluster()))
     chosen, wire, files = _modelled(chosen, settings, {"--save": options.save, "--trace": options.trace})
     settings.finish()
+    files = replace(files, dashboard=options.dashboard)
     if forming:
         from hcsim.cli.elastic import train_virtual_cluster
 

@@ -9,7 +9,7 @@ from tempfile import TemporaryFile
 
 from hcsim.cli import screen
 from hcsim.cli.ranks import ManualRank, for_real, joined
-from hcsim.cli.recording import RecordingFiles, recording, tell_failures, tell_fingerprint
+from hcsim.cli.recording import RecordingFiles, recording, show_run, tell_failures, tell_fingerprint
 from hcsim.config import Scenario, Training
 from hcsim.errors import ConfigError
 from hcsim.launch.virtual import Outcome, simulate_training
@@ -51,7 +51,9 @@ def train_virtual(scenario: Scenario, settings: Training, wire: Wire, files: Rec
         onlooker = ConsoleReporter(progress, save)
         outcome = simulate_training(scenario, settings, wire=wire, sink=record.sink, observer=onlooker)
         record.keep(outcome.metrics)
-    return tell_outcome(scenario, settings, "rank", outcome)
+    healthy = tell_outcome(scenario, settings, "rank", outcome)
+    show_run(record)
+    return healthy
 
 
 def tell_outcome(scenario: Scenario, settings: Training, each: str, outcome: Outcome[Report]) -> bool:

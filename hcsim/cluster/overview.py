@@ -229,7 +229,7 @@ def _node(
         None if details is None else details.chip,
         Readings() if details is None or report.failure else details.readings,
         steps[-1].step if steps else 0,
-        _phases(steps[-RECENT_STEPS:]),
+        None if state in ("out", "silent") else _phases(steps[-RECENT_STEPS:]),
     )
 
 

@@ -1,0 +1,261 @@
+"""The page of `hcsim dashboard`: who may see it, when it collects, and what it says of a cluster that trains."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import os
+import re
+import signal
+import ssl
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.request import urlopen
+
+import aiohttp
+import pytest
+
+from hcsim.real.dashboard import MOST_VIEWERS, Guard, Recorded, serving_dashboard
+from hcsim.real.keys import load_node_key, new_secret, save_secret
+from hcsim.real.tls import web_context
+from tests.conftest import free_addresses
+
+PATIENCE_S = 240.0
+"""Nothing here takes so long unless it hangs, however busy the machine."""
+Page = tuple[int, str]
+
+
+class Watched:
+    """A source that counts how often it was opened, and whether it is."""
+
+    def __init__(self) -> None:
+        self.times = 0
+        self.is_open = asyncio.Event()
+        self.is_closed = asyncio.Event()
+
+    @asynccontextmanager
+    async def __call__(self) -> AsyncIterator[Callable[[], bytes]]:
+        self.times += 1
+        self.is_open.set()
+        self.is_closed.clear()
+        try:
+            yield lambda: b'{"times": %d}' % self.times
+        finally:
+            self.is_open.clear()
+            self.is_closed.set()
+
+
+async def get(url: str, **headers: str) -> Page:
+    async with aiohttp.ClientSession() as session, session.get(url, headers=headers, ssl=False) as response:
+        return response.status, await response.text()
+
+
+def test_nothing_is_collected_while_nobody_looks() -> None:
+    async def main() -> None:
+        source = Watched()
+        async with serving_dashboard("127.0.0.1:0", source, every_s=0.01) as url:
+            assert (await get(url))[0] == 200
+            assert source.times == 0, "the page alone needs no data"
+            for times in (1, 2):
+                async with (
+                    aiohttp.ClientSession() as session,
+                    session.get(f"{url}events") as one,
+                    session.get(f"{url}events") as other,
+                ):
+                    for each in (one, other):
+                        line = await each.content.readline()
+                        assert json.loads(line.removeprefix(b"data: ")) == {"times": times}
+                    assert source.is_open.is_set()
+                async with asyncio.timeout(PATIENCE_S):
+                    await source.is_closed.wait()
+            assert source.times == 2
+
+    asyncio.run(main())
+
+
+def test_viewers_are_few() -> None:
+    async def main() -> None:
+        many = aiohttp.TCPConnector(limit=0)
+        async with (
+            serving_dashboard("127.0.0.1:0", Watched(), every_s=0.01) as url,
+            aiohttp.ClientSession(connector=many) as session,
+        ):
+            open_ones = [await session.get(f"{url}events") for _ in range(MOST_VIEWERS)]
+            assert {each.status for each in open_ones} == {200}
+            async with session.get(f"{url}events") as one_too_many:
+                assert one_too_many.status == 503
+            for each in open_ones:
+                each.close()
+
+    asyncio.run(main())
+
+
+def test_a_page_of_elsewhere_that_calls_itself_by_its_own_name_gets_nothing() -> None:
+    async def main() -> None:
+        async with serving_dashboard("127.0.0.1:0", Recorded(lambda at_s: b"{}", 1.0)) as url:
+            for path in ("", "at?t=0", "events"):
+                assert (await get(f"{url}{path}", Host="rebound.example:52419"))[0] == 403
+            for name in ("localhost:1", "127.0.0.1", "[::1]:52419"):
+                assert (await get(f"{url}at?t=0", Host=name))[0] == 200
+
+    asyncio.run(main())
+
+
+def test_beyond_the_loopback_a_token_and_tls_are_needed() -> None:
+    async def main() -> None:
+        context, fingerprint = web_context("mini")
+        assert re.fullmatch(r"([0-9A-F]{2}:){31}[0-9A-F]{2}", fingerprint)
+        guard = Guard("the-token", context)
+        async with serving_dashboard("127.0.0.1:0", Recorded(lambda at_s: b"{}", 1.0), guard=guard) as url:
+            base, _, query = url.partition("?")
+            assert (base[:8], query) == ("https://", "token=the-token")
+            assert (await get(f"{base}at?t=0&{query}", Host="mini.local"))[0] == 200
+            for path in ("", "at?t=0", "events", "?token=", "?token=the-tokem", "events?token=%C3%A9"):
+                assert (await get(f"{base}{path}"))[0] == 403
+            port = int(base.rstrip("/").rpartition(":")[2])
+            served = await asyncio.to_thread(ssl.get_server_certificate, ("127.0.0.1", port))
+            digest = hashlib.sha256(ssl.PEM_cert_to_DER_cert(served)).hexdigest()
+            assert fingerprint.replace(":", "").lower() == digest
+
+    asyncio.run(main())
+
+
+def test_a_recorded_run_is_asked_for_moments_within_it() -> None:
+    async def main() -> None:
+        async with serving_dashboard("127.0.0.1:0", Recorded(lambda at_s: b"%d" % at_s, 7.0)) as url:
+            assert await get(f"{url}at?t=3") == (200, "3")
+            assert await get(f"{url}at?t=-3") == (200, "0")
+            assert await get(f"{url}at?t=1e9") == (200, "7")
+            assert (await get(f"{url}at?t=soon"))[0] == 400
+            assert (await get(f"{url}at"))[0] == 400
+            assert (await get(f"{url}events"))[0] == 404
+            assert 'data-end-s="7.0' in (await get(url))[1]
+
+    asyncio.run(main())
+
+
+def test_the_page_needs_nothing_from_outside() -> None:
+    async def main() -> None:
+        async with (
+            serving_dashboard("127.0.0.1:0", Watched()) as url,
+            aiohttp.ClientSession() as session,
+            session.get(url) as response,
+        ):
+            text, policy = await response.text(), response.headers["Content-Security-Policy"]
+        assert "default-src 'none'" in policy
+        assert not re.findall(r"""(?:src|href)\s*=\s*["']""", text)
+        assert re.findall(r"https?://\S+?(?=\")", text) == ["http://www.w3.org/2000/svg"], "a name, which is not loaded"
+        assert "innerHTML" not in text
+
+    asyncio.run(main())
+
+
+class Cluster(NamedTuple):
+    """Processes of one cluster on the loopback, by name, and what serves their page."""
+
+    nodes: dict[str, subprocess.Popen[str]]
+    url: str
+
+    def sees(self, expected: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+        """Follow the page's data until it is as expected."""
+        seen: dict[str, Any] = {}
+        until_s = time.monotonic() + PATIENCE_S
+        with urlopen(f"{self.url}events", timeout=PATIENCE_S) as stream:
+            for line in stream:
+                if line.startswith(b"data: "):
+                    seen = json.loads(line.removeprefix(b"data: "))
+                    if expected(seen):
+                        return seen
+                if time.monotonic() > until_s:
+                    break
+        raise AssertionError(f"this was the last: {seen}")
+
+
+def states(seen: dict[str, Any]) -> dict[str, str]:
+    return {node["name"]: node["state"] for node in seen["nodes"]}
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    """Three members that train until they are stopped, and a page."""
+    secret, names = new_secret(), ("a", "b", "c")
+    ports = [int(address.rpartition(":")[2]) for address in free_addresses(6)]
+    control = dict(zip(names, ports[::2], strict=True))
+    started: list[subprocess.Popen[str]] = []
+
+    def start(home: Path, *words: str, out: int | None = subprocess.DEVNULL) -> subprocess.Popen[str]:
+        environment = {**os.environ, "HCSIM_HOME": str(home)}
+        command = ["nice", sys.executable, "-m", "hcsim", *words]
+        started.append(subprocess.Popen(command, env=environment, stdout=out, stderr=subprocess.DEVNULL, text=True))
+        return started[-1]
+
+    nodes = {}
+    try:
+        for name, port, data in zip(names, ports[::2], ports[1::2], strict=True):
+            home, job = tmp_path / name, tmp_path / f"{name}.toml"
+            load_node_key(home)
+            save_secret(home, "home", secret)
+            peers = json.dumps([f"127.0.0.1:{other}" for other in control.values()])
+            job.write_text(
+                f"""
+                name = "loopback"
+                [cluster]
+                nodes = 3
+                preset = "low_latency"
+                discover = false
+                peers = {peers}
+                discovery_port = {port}
+                gradient_port = {data}
+                [training]
+                task = "convex"
+                steps = 1000000
+                """
+            )
+            this = ("--set", f"name={name}", "--set", "at=127.0.0.1", "--set", "device=cpu")
+            nodes[name] = start(home, "run", "--real", str(job), *this)
+        peer = ("--peer", f"127.0.0.1:{control['a']}")
+        page = start(tmp_path / "a", "dashboard", "--listen", "127.0.0.1:0", *peer, out=subprocess.PIPE)
+        assert page.stdout is not None
+        yield Cluster(nodes, page.stdout.readline().split()[-1])
+    finally:
+        for each in started:
+            each.send_signal(signal.SIGKILL)
+            each.wait()
+            if each.stdout is not None:
+                each.stdout.close()
+
+
+@pytest.mark.slow
+def test_the_page_says_who_trains_and_who_was_killed(cluster: Cluster) -> None:
+    at_work = {"leads", "member"}
+    seen = cluster.sees(
+        lambda seen: [*map(at_work.__contains__, states(seen).values())] == [True] * 3 and seen["training"] is not None
+    )
+    assert sorted(states(seen)) == ["a", "b", "c"]
+    assert sorted(states(seen).values()) == ["leads", "member", "member"]
+    assert seen["headline"].startswith("Working on 3 machines, step ")
+    assert seen["training"]["title"] == "convex by ddp"
+    assert seen["training"]["steps"] == 1_000_000
+    assert all(node["chip"]["memory_bytes"] > node["readings"]["free_bytes"] > 0 for node in seen["nodes"])
+    assert any("training begins" in event["text"] for event in seen["events"])
+    seen = cluster.sees(
+        lambda seen: seen["training"]["samples_per_s"] and all(each["there_bps"] for each in seen["links"])
+    )
+    assert len(seen["links"]) == 3
+    assert {end for link in seen["links"] for end in link["ends"]} == {"127.0.0.1"}
+
+    before = seen["training"]["step"]
+    cluster.nodes["c"].send_signal(signal.SIGKILL)
+    seen = cluster.sees(lambda seen: states(seen)["c"] not in at_work)
+    seen = cluster.sees(lambda seen: states(seen)["c"] == "out" and seen["training"]["step"] > before)
+    assert sorted(states(seen).values()) == ["leads", "member", "out"]
+    assert "out: c" in seen["headline"]
+    assert next(node["why"] for node in seen["nodes"] if node["name"] == "c")
+    told = [event["text"] for event in seen["events"] if event["tone"] == "bad"]
+    assert any(text.startswith("c does not answer") or "c was lost" in text for text in told), seen["events"]

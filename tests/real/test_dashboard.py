@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import signal
 import ssl
 import subprocess
@@ -14,17 +15,22 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.error import HTTPError, URLError
+from urllib.parse import urlencode
 from urllib.request import urlopen
 
 import aiohttp
 import pytest
+from prometheus_client.parser import text_string_to_metric_families as read_text
 
 from hcsim.real.dashboard import MOST_VIEWERS, Guard, Recorded, serving_dashboard
 from hcsim.real.keys import load_node_key, new_secret, save_secret
 from hcsim.real.tls import web_context
 from tests.conftest import free_addresses
+from tests.telemetry.test_grafana import expressions
 
 PATIENCE_S = 240.0
 """Nothing here takes so long unless it hangs, however busy the machine."""
@@ -161,6 +167,8 @@ class Cluster(NamedTuple):
 
     nodes: dict[str, subprocess.Popen[str]]
     url: str
+    metrics: dict[str, str]
+    """Where the metrics of each node are served."""
 
     def sees(self, expected: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
         """Follow the page's data until it is as expected."""
@@ -185,8 +193,8 @@ def states(seen: dict[str, Any]) -> dict[str, str]:
 def cluster(tmp_path: Path) -> Iterator[Cluster]:
     """Three members that train until they are stopped, and a page."""
     secret, names = new_secret(), ("a", "b", "c")
-    ports = [int(address.rpartition(":")[2]) for address in free_addresses(6)]
-    control = dict(zip(names, ports[::2], strict=True))
+    ports = [int(address.rpartition(":")[2]) for address in free_addresses(9)]
+    control, data, metrics = (dict(zip(names, ports[i::3], strict=True)) for i in range(3))
     started: list[subprocess.Popen[str]] = []
 
     def start(home: Path, *words: str, out: int | None = subprocess.DEVNULL) -> subprocess.Popen[str]:
@@ -197,7 +205,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
 
     nodes = {}
     try:
-        for name, port, data in zip(names, ports[::2], ports[1::2], strict=True):
+        for name in names:
             home, job = tmp_path / name, tmp_path / f"{name}.toml"
             load_node_key(home)
             save_secret(home, "home", secret)
@@ -210,19 +218,30 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
                 preset = "low_latency"
                 discover = false
                 peers = {peers}
-                discovery_port = {port}
-                gradient_port = {data}
+                discovery_port = {control[name]}
+                gradient_port = {data[name]}
                 [training]
                 task = "convex"
+                compressor = "int8+ef"
                 steps = 1000000
                 """
             )
-            this = ("--set", f"name={name}", "--set", "at=127.0.0.1", "--set", "device=cpu")
+            this = (
+                "--set",
+                f"name={name}",
+                "--set",
+                "at=127.0.0.1",
+                "--set",
+                "device=cpu",
+                "--set",
+                f"metrics={metrics[name]}",
+            )
             nodes[name] = start(home, "run", "--real", str(job), *this)
         peer = ("--peer", f"127.0.0.1:{control['a']}")
         page = start(tmp_path / "a", "dashboard", "--listen", "127.0.0.1:0", *peer, out=subprocess.PIPE)
         assert page.stdout is not None
-        yield Cluster(nodes, page.stdout.readline().split()[-1])
+        where = {name: f"127.0.0.1:{port}" for name, port in metrics.items()}
+        yield Cluster(nodes, page.stdout.readline().split()[-1], where)
     finally:
         for each in started:
             each.send_signal(signal.SIGKILL)
@@ -240,7 +259,7 @@ def test_the_page_says_who_trains_and_who_was_killed(cluster: Cluster) -> None:
     assert sorted(states(seen)) == ["a", "b", "c"]
     assert sorted(states(seen).values()) == ["leads", "member", "member"]
     assert seen["headline"].startswith("Working on 3 machines, step ")
-    assert seen["training"]["title"] == "convex by ddp"
+    assert seen["training"]["title"] == "convex by ddp, compressor int8+ef"
     assert seen["training"]["steps"] == 1_000_000
     assert all(node["chip"]["memory_bytes"] > node["readings"]["free_bytes"] > 0 for node in seen["nodes"])
     assert any("training begins" in event["text"] for event in seen["events"])
@@ -259,3 +278,67 @@ def test_the_page_says_who_trains_and_who_was_killed(cluster: Cluster) -> None:
     assert next(node["why"] for node in seen["nodes"] if node["name"] == "c")
     told = [event["text"] for event in seen["events"] if event["tone"] == "bad"]
     assert any(text.startswith("c does not answer") or "c was lost" in text for text in told), seen["events"]
+
+
+def after_a_loss(cluster: Cluster) -> None:
+    """Wait until the members have trained, have lost one, and go on."""
+    cluster.sees(lambda seen: seen["training"] is not None and seen["training"]["step"] > 2)
+    cluster.nodes["c"].send_signal(signal.SIGKILL)
+    seen = cluster.sees(lambda seen: states(seen).get("c") == "out")
+    step = seen["training"]["step"]
+    cluster.sees(lambda seen: seen["training"]["step"] > step + 2)
+
+
+@pytest.mark.slow
+def test_a_real_run_exports_every_metric_that_grafana_is_to_show(cluster: Cluster) -> None:
+    after_a_loss(cluster)
+    text = ""
+    for name in ("a", "b"):
+        with urlopen(f"http://{cluster.metrics[name]}/metrics", timeout=PATIENCE_S) as page:
+            text += page.read().decode()
+    exported = {sample.name for family in read_text(text) for sample in family.samples}
+    asked = {name for expression in expressions() for name in re.findall(r"\bhcsim_\w+", expression)}
+    assert asked - exported == set()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("prometheus") is None, reason="prometheus is not installed")
+def test_prometheus_itself_answers_what_grafana_asks(cluster: Cluster, tmp_path: Path) -> None:
+    (address,) = free_addresses(1)
+    targets = json.dumps([*cluster.metrics.values()])
+    config = tmp_path / "prometheus.yml"
+    config.write_text(
+        "global: {scrape_interval: 1s}\n"
+        f"scrape_configs: [{{job_name: hcsim, static_configs: [{{targets: {targets}}}]}}]\n"
+    )
+    command = ["prometheus", f"--config.file={config}", f"--storage.tsdb.path={tmp_path / 'data'}"]
+    with subprocess.Popen(
+        ["nice", *command, f"--web.listen-address={address}"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    ) as prometheus:
+        try:
+            after_a_loss(cluster)
+            unanswered = expressions()
+            until_s = time.monotonic() + PATIENCE_S
+            while unanswered and time.monotonic() < until_s:
+                unanswered = [each for each in unanswered if not answer(address, each)]
+                time.sleep(1.0)
+        finally:
+            prometheus.kill()
+    assert unanswered == []
+
+
+def answer(address: str, expression: str) -> list[Any]:
+    """What Prometheus finds; nothing while it is not up yet."""
+    query = urlencode({"query": expression.replace("$instance", ".*")})
+    try:
+        with urlopen(f"http://{address}/api/v1/query?{query}", timeout=PATIENCE_S) as reply:
+            found = json.load(reply)
+    except HTTPError as error:
+        if error.code != HTTPStatus.SERVICE_UNAVAILABLE:
+            raise
+        return []
+    except URLError:
+        return []
+    assert found["status"] == "success"
+    result: list[Any] = found["data"]["result"]
+    return result

@@ -45,6 +45,8 @@ async def _watch(home: Path, cluster: str, peers: Sequence[str]) -> None:
 def drawn(seen: Overview) -> RenderableType:
     """Return the picture of a cluster."""
     parts: list[RenderableType] = [Text(seen.headline, _HEADLINES.get(seen.state, "bold red"))]
+    if seen.hint:
+        parts.append(Text(seen.hint))
     if seen.training is not None:
         parts += _training(seen.training)
     if seen.nodes:

@@ -19,6 +19,7 @@ from hcsim.cluster.view import View
 from hcsim.runtime.address import hosts_of
 from hcsim.runtime.host import Chip, Interface, Readings
 from hcsim.telemetry.history import HistoryStep, RunHistory
+from hcsim.transport.admission_queue import one_line
 
 RECENT_STEPS = 10
 """The number of steps over which speed and phases are averaged."""
@@ -132,6 +133,8 @@ class Overview(msgspec.Struct, frozen=True):
     state: State
     headline: str
     """The answer in one sentence."""
+    hint: str = ""
+    """What a person can do about it."""
     epoch: int = -1
     """Of the view that works, or that has the most members; -1 if there is none."""
     nodes: tuple[NodeOverview, ...] = ()
@@ -151,7 +154,7 @@ def overview(title: str, now_s: float, reports: Sequence[NodeReport], news: Sequ
     state = _state(here, view, training, now_s)
     headline = _headline(state, nodes, training, now_s)
     epoch = -1 if view is None else view.epoch
-    return Overview(title, now_s, state, headline, epoch, nodes, _links(reports), training, events)
+    return Overview(title, now_s, state, headline, "", epoch, nodes, _links(reports), training, events)
 
 
 def watched(title: str, watch: ClusterWatch, now_s: float, offset_s: float) -> Overview:
@@ -162,7 +165,13 @@ def watched(title: str, watch: ClusterWatch, now_s: float, offset_s: float) -> O
         if each.reply is not None
     ]
     news = [EventOverview(each.at_s + offset_s, "", each.text, tone_of(each.text)) for each in watch.messages]
-    return overview(title, now_s, reports, news)
+    seen = overview(title, now_s, reports, news)
+    if seen.state != "nobody":
+        return seen
+    failures = [watch.failure] if watch.failure else []
+    failures += [f"{address} does not answer: {why}" for address, why in watch.silent.items()]
+    hint = "does `hcsim run --real` run on a machine? If it does, name one with --peer"
+    return msgspec.structs.replace(seen, hint=one_line("; ".join((hint, *failures))))
 
 
 def _best_view(reports: Sequence[NodeReport]) -> View | None:
@@ -318,7 +327,9 @@ def _training(reports: Sequence[NodeReport], now_s: float) -> TrainingOverview |
         left_s = step_s * (first.history.total_steps - last.step) if first.history.total_steps else None
     merged: dict[int, HistoryStep] = {}
     for each in sorted(working, key=_progress):
-        merged |= {step.step: step for step in each.history.steps()}
+        for step in each.history.steps():
+            if step.step not in merged or merged[step.step].held_out is None:  # the first member alone evaluates
+                merged[step.step] = step
     curve = [merged[step] for step in sorted(merged)]
     return TrainingOverview(
         first.history.title,

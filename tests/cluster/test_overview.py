@@ -65,6 +65,7 @@ def test_a_machine_that_has_crashed_is_out_with_the_reason_within_the_limit_of_h
 def test_nobody_answers() -> None:
     (seen,) = seen_by_a(Party(("a",), faults=[]), 0.0)
     assert (seen.state, seen.nodes) == ("nobody", ())
+    assert "name one with --peer" in seen.hint
 
 
 def test_a_terminal_shows_it_and_nothing_of_a_name_is_taken_for_markup() -> None:

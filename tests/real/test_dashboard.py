@@ -23,17 +23,23 @@ from urllib.parse import urlencode
 from urllib.request import urlopen
 
 import aiohttp
+import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families as read_text
 
+from hcsim import simulate_training
+from hcsim.cli.recorded import RecordedRun
+from hcsim.config import Training
 from hcsim.real.dashboard import MOST_VIEWERS, Guard, Recorded, serving_dashboard
 from hcsim.real.keys import load_node_key, new_secret, save_secret
 from hcsim.real.tls import web_context
 from tests.conftest import free_addresses
+from tests.switches import on_switch
 from tests.telemetry.test_grafana import expressions
 
 PATIENCE_S = 240.0
 """Nothing here takes so long unless it hangs, however busy the machine."""
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 Page = tuple[int, str]
 
 
@@ -160,6 +166,38 @@ def test_the_page_needs_nothing_from_outside() -> None:
         assert "innerHTML" not in text
 
     asyncio.run(main())
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
+def test_a_browser_shows_a_recorded_run(tmp_path: Path) -> None:
+    run = RecordedRun("digits.jsonl")
+    simulate_training(on_switch(("studio", "mini")), Training(task="slopes", steps=5), sink=run.listen)
+    run.take(0.0, "said", "mini", ["<b>this</b> was lost"])
+
+    async def main() -> str:
+        recorded = Recorded(lambda at_s: msgspec.json.encode(run.at(at_s)), run.end_s)
+        async with serving_dashboard("127.0.0.1:0", recorded) as url, asyncio.timeout(PATIENCE_S):
+            options = ["--headless=new", "--disable-gpu", f"--user-data-dir={tmp_path}", "--virtual-time-budget=5000"]
+            options += ["--no-sandbox"] if os.geteuid() == 0 else []
+            browser = await asyncio.create_subprocess_exec(
+                str(CHROMIUM), *options, "--dump-dom", url,
+                stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL,
+            )  # fmt: skip
+            try:
+                return (await browser.communicate())[0].decode()
+            finally:
+                if browser.returncode is None:
+                    browser.kill()
+                    await browser.wait()
+
+    shown = asyncio.run(main())
+    assert "<title>Finished: 5 steps – hcsim</title>" in shown
+    assert 'id="headline">Finished: 5 steps<' in shown
+    assert shown.count('class="state done">has finished<') == 2
+    assert '<span class="bad">&lt;b&gt;this&lt;/b&gt; was lost</span>' in shown, "what others say is no markup"
+    assert re.search(r'<polyline class="curve" points="[\d., ]+"', shown)
+    assert 'id="lost" role="status" hidden=""' in shown
 
 
 class Cluster(NamedTuple):

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import secrets
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -17,10 +18,11 @@ from hcsim.cli.recorded import RecordedRun, read_record
 from hcsim.errors import ConfigError
 from hcsim.launch.real import WATCH_EVERY_S, watching_cluster
 from hcsim.real.dashboard import Guard, Recorded, Source, serving_dashboard
+from hcsim.real.http import bound
 from hcsim.real.interfaces import host_name, list_interfaces, reachable_at
 from hcsim.real.keys import load_credentials
 from hcsim.real.tls import web_context
-from hcsim.runtime.address import split_address
+from hcsim.runtime.address import split_address, with_port
 
 
 def show_cluster(listen: str, home: Path, cluster: str, peers: Sequence[str]) -> None:
@@ -31,7 +33,7 @@ def show_cluster(listen: str, home: Path, cluster: str, peers: Sequence[str]) ->
         async with serving_cluster(listen, home, cluster, peers):
             await _until_interrupted()
 
-    asyncio.run(serve())
+    _run(serve())
 
 
 def show_record(listen: str, record: Path) -> None:
@@ -39,18 +41,23 @@ def show_record(listen: str, record: Path) -> None:
     show_recorded(read_record(record), listen)
 
 
-def show_recorded(run: RecordedRun, listen: str = DASHBOARD) -> None:
+def show_recorded(run: RecordedRun, listen: str | None = None) -> None:
     """Serve the page of a run until the user ends it."""
 
     async def serve() -> None:
         async with _serving(listen, Recorded(lambda at_s: msgspec.json.encode(run.at(at_s)), run.end_s)):
             await _until_interrupted()
 
-    asyncio.run(serve())
+    _run(serve())
+
+
+def _run(serving: Coroutine[Any, Any, None]) -> None:
+    with suppress(KeyboardInterrupt):  # the way to end it
+        asyncio.run(serving)
 
 
 @asynccontextmanager
-async def serving_cluster(listen: str, home: Path, cluster: str, peers: Sequence[str]) -> AsyncIterator[None]:
+async def serving_cluster(listen: str | None, home: Path, cluster: str, peers: Sequence[str]) -> AsyncIterator[None]:
     """Serve the page of a running cluster within this context."""
     async with _serving(listen, lambda: _watching(home, cluster, peers)):
         yield
@@ -63,11 +70,21 @@ async def _watching(home: Path, cluster: str, peers: Sequence[str]) -> AsyncIter
 
 
 @asynccontextmanager
-async def _serving(listen: str, shown: Source | Recorded) -> AsyncIterator[None]:
+async def _serving(listen: str | None, shown: Source | Recorded) -> AsyncIterator[None]:
+    listen = listen or await _free_place()
     guard, fingerprint = guard_for(listen)
     async with serving_dashboard(listen, shown, guard=guard, every_s=WATCH_EVERY_S) as url:
         tell_url(url, fingerprint)
         yield
+
+
+async def _free_place() -> str:
+    """Return the usual address, or one with any free port if another page is served there."""
+    try:
+        (await bound(DASHBOARD, "the dashboard")).close()
+    except ConfigError:
+        return with_port(split_address(DASHBOARD)[0], 0)
+    return DASHBOARD
 
 
 async def _until_interrupted() -> None:

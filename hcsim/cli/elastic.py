@@ -24,7 +24,6 @@ from typing import Any, TextIO
 import msgspec
 
 from hcsim.cli import screen
-from hcsim.cli.options import DASHBOARD
 from hcsim.cli.recording import RecordingFiles, recording, show_run
 from hcsim.cli.training import ConsoleReporter, check, fastest_device, tell_outcome
 from hcsim.config import Cluster, Scenario, Training, write_job
@@ -140,7 +139,7 @@ async def _shown(session: Coroutine[Any, Any, Report], node: RealNode, cluster: 
 
     try:
         hosts = node.hosts or reachable_at(list_interfaces())
-        async with serving_cluster(DASHBOARD, node.home, node.cluster, [with_port(hosts[0], cluster.discovery_port)]):
+        async with serving_cluster(None, node.home, node.cluster, [with_port(hosts[0], cluster.discovery_port)]):
             return await session
     finally:
         session.close()

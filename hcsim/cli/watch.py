@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from rich import box
@@ -16,6 +17,8 @@ from rich.text import Text
 from hcsim.cli.screen import cell, duration
 from hcsim.cluster.overview import NodeOverview, Overview, StepTimes, TrainingOverview
 from hcsim.launch.real import WATCH_EVERY_S, watching_cluster
+from hcsim.real.interfaces import host_name
+from hcsim.real.keys import load_credentials
 from hcsim.runtime.host import Readings
 
 _EVENTS = 12
@@ -30,7 +33,9 @@ _CURVE = 60
 
 def watch_cluster(home: Path, cluster: str, peers: Sequence[str]) -> None:
     """Show how the cluster stands until the user ends it."""
-    asyncio.run(_watch(home, cluster, peers))
+    load_credentials(home, cluster, host_name())  # a machine that has joined no cluster is told so at once
+    with suppress(KeyboardInterrupt):  # the way to end it
+        asyncio.run(_watch(home, cluster, peers))
 
 
 async def _watch(home: Path, cluster: str, peers: Sequence[str]) -> None:

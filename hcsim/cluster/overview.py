@@ -404,6 +404,8 @@ def _headline(state: State, nodes: Sequence[NodeOverview], training: TrainingOve
             sentence = f"Stalled: no step for {now_s - training.last_s:.0f} s, after step {training.step}{of}"
         elif state == "done":
             sentence = f"Finished: {training.step} steps"
+        elif state == "nobody":
+            sentence += f" any more, after step {training.step}{of}"
         else:
             sentence += f", step {training.step}{of}"
     gone = [each for each in nodes if each.state in ("out", "silent", "suspected")]

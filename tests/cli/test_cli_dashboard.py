@@ -1,0 +1,65 @@
+"""`hcsim dashboard` and `hcsim cluster status --watch`, as they are typed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from urllib.request import urlopen
+
+import pytest
+from typer.testing import CliRunner
+
+from hcsim.cli.app import app
+from hcsim.cli.dashboard import guard_for, tell_url
+from hcsim.errors import ConfigError
+
+
+def test_a_token_and_tls_protect_the_page_beyond_the_loopback_and_only_there() -> None:
+    for listen in ("127.0.0.1:0", "127.1.2.3:80", "[::1]:52419", "localhost:1"):
+        assert guard_for(listen) == (None, "")
+    first, second = guard_for("0.0.0.0:52419")[0], guard_for("[2001:db8::1]:52419")[0]
+    assert first is not None
+    assert second is not None
+    assert first.token != second.token
+    assert len(first.token) >= 32
+    with pytest.raises(ConfigError, match="give an IP address"):
+        guard_for("mini.local:52419")
+    with pytest.raises(ConfigError, match="is not an address"):
+        guard_for("52419")
+
+
+def test_the_address_that_is_told_is_one_that_another_machine_can_call(capsys: pytest.CaptureFixture[str]) -> None:
+    tell_url("https://0.0.0.0:52419/?token=t", "AB:CD")
+    captured = capsys.readouterr()
+    assert "0.0.0.0" not in captured.out
+    assert captured.out.strip().endswith(":52419/?token=t")
+    assert "AB:CD" in captured.err
+
+
+def test_a_machine_that_has_joined_no_cluster_is_told_so(tmp_path: Path) -> None:
+    for words in (("dashboard",), ("cluster", "status", "--watch")):
+        result = CliRunner().invoke(app, [*words], env={"HCSIM_HOME": str(tmp_path)})
+        assert result.exit_code == 2
+        assert "hcsim cluster" in result.stderr
+
+
+@pytest.mark.slow
+def test_a_virtual_run_shows_itself_when_it_has_ended_until_it_is_interrupted() -> None:
+    command = [sys.executable, "-m", "hcsim", "run", "two-macs-wifi", "--task", "slopes", "--steps", "3", "--dashboard"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ) as run:
+        try:
+            assert run.stdout is not None
+            url = ""
+            for line in run.stdout:
+                if line.startswith("dashboard at "):
+                    url = line.split()[-1]
+                    break
+            with urlopen(f"{url}at?t=1e9", timeout=60) as page:
+                assert b'"headline":"Finished: 3 steps"' in page.read()
+            run.send_signal(signal.SIGINT)
+            assert run.wait(60) == 0
+        finally:
+            run.kill()

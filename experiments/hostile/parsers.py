@@ -43,7 +43,8 @@ from hcsim.real.hardware import MemoryStore
 from hcsim.real.mdns import SERVICE_TYPE, cached
 from hcsim.rng import generator, stream
 from hcsim.runtime.frame import HEADER_BYTES, Header, Kind, decode_header, encode_header
-from hcsim.runtime.host import packed, unpacked
+from hcsim.runtime.host import Chip, Readings, packed, unpacked
+from hcsim.telemetry.history import HistoryMessage, HistoryStep
 from hcsim.training import trainer
 from hcsim.training.elastic import checkpoint
 from hcsim.training.elastic.progress import NOTHING_YET, Provenance
@@ -228,8 +229,24 @@ CONTROL: tuple[messages.ControlMessage, ...] = (
     messages.Decided(_NEXT),
     messages.Goodbye("it has finished or left"),
     messages.StatusRequest("c1"),
+    messages.StatusRequest(since_s=1.5),
     messages.ProbeRequest(),
     messages.StatusReply(_STATUS, VIEW, (messages.LinkStatus("a1", "a", "a:1", "a:2", 0.1, ""),), ()),
+    messages.StatusReply(
+        _STATUS,
+        VIEW,
+        (),
+        (),
+        messages.Details(
+            2.0,
+            Chip("M4", 2**34),
+            Readings(2**33, 61.0, 8.5, 0.9),
+            "digits by ddp",
+            9,
+            (HistoryStep(1.0, 1, 2.5, 2, 64, held_out=2.4),),
+            (HistoryMessage(0.5, "view 1: a, b (b joined)"),),
+        ),
+    ),
     messages.Qualified("a1.1", 1),
     messages.LastCall("a1.1"),
     messages.TrustUpdate(TrustRecord()),

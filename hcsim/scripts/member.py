@@ -44,6 +44,8 @@ from hcsim.scripts.ipc import (
 )
 from hcsim.scripts.processes import end_of, lost
 from hcsim.scripts.store import LINGER_S, StoreClient, StoreService
+from hcsim.telemetry.history import RunHistory
+from hcsim.transport.admission_queue import one_line
 
 _BEGUN = "hcsim/begun"
 _FAILED = "hcsim/failed"
@@ -90,9 +92,21 @@ async def run_in_cluster(
         raise ConfigError("coordinator is for training: the machines of a script find each other; leave it out")
     async with real_member(here, tell) as (host, credentials):
         me = real_introduction(host, here, cluster, credentials)
-        inside = admitted(host, credentials, tell)
+        history = RunHistory(Path(script.path).name)
+
+        def say(text: str) -> None:
+            history.say(host.clock.elapsed(), one_line(text))
+            tell(text)
+
+        inside = admitted(host, credentials, say)
         node = ClusterNode(
-            inside, me, cluster, tell, {"the script": f"with SHA-256 {script.sha256[:12]}…"}, credentials.trusted
+            inside,
+            me,
+            cluster,
+            say,
+            {"the script": f"with SHA-256 {script.sha256[:12]}…"},
+            credentials.trusted,
+            history,
         )
         door = await inside.listen(me.address)  # before anybody counts on us: the port may be taken
         async with running(node):
@@ -100,7 +114,7 @@ async def run_in_cluster(
             if view is None:
                 raise HcsimError("left before the script began")
             async with _meeting(inside, node, view, door) as store:
-                members = await _begin(store, node, view, tell)
+                members = await _begin(store, node, view, say)
                 us = members.index(node.us)
                 found = _found(here, view, us, len(members), hosts_of(node.us.address)[0])
                 losing = lost(inside, node, view, members, store)

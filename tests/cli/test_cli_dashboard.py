@@ -25,7 +25,7 @@ LIMIT_S = 240
 
 
 def test_a_token_and_tls_protect_the_page_beyond_the_loopback_and_only_there() -> None:
-    for listen in ("127.0.0.1:0", "127.1.2.3:80", "[::1]:52419", "localhost:1"):
+    for listen in ("127.0.0.1:0", "[::1]:52419", "localhost:1"):
         assert guard_for(listen) == (None, "")
     first, second = guard_for("0.0.0.0:52419")[0], guard_for("[2001:db8::1]:52419")[0]
     assert first is not None

@@ -20,10 +20,6 @@ COMMANDS = (
     "run", "bench", "rank", "list", "sweep", "doctor", "dashboard", "topology", "fuzz", "evaluate", "coordinator",
     "cluster",
 )  # fmt: skip
-COMMANDS = (
-    "run", "bench", "rank", "list", "sweep", "doctor", "dashboard", "topology", "fuzz", "evaluate", "coordinator",
-    "cluster",
-)  # fmt: skip
 OF_A_CLUSTER = ("create", "join", "invite", "members", "expel", "rotate", "phrase", "status", "forget", "unit")
 
 

@@ -22,8 +22,8 @@ from torch._C._distributed_c10d import Store
 from torch.distributed import ProcessGroup, ReduceOp
 
 from hcsim.calls import ANY_SOURCE, Compression, GroupCall, check_compressor
+from hcsim.engine import Engine, EngineGroup, GroupSpec, PendingCall, chosen_engine
 from hcsim.errors import CollectiveTimeout, HcsimError
-from hcsim.torch_backend.engine import Engine, EngineGroup, GroupSpec, PendingCall, chosen_engine
 from hcsim.torch_backend.options import DEVICES, NAME, Options
 from hcsim.torch_backend.tensors import Factor, FlatTensors, Staging
 from hcsim.torch_backend.work import CallTimedOut, PendingWork, translated
@@ -62,7 +62,7 @@ def create(options: Any, backend_options: object | None, staging: Staging | None
 def _engine() -> Engine:
     if (chosen := chosen_engine()) is not None:
         return chosen
-    from hcsim.torch_backend.local import local_engine  # a simulated rank has no real network
+    from hcsim.engine.local import local_engine  # a simulated rank has no real network
 
     return local_engine()
 

@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 
 from hcsim.collectives.buffers import Array
+from hcsim.engine import PendingCall
 from hcsim.errors import DeadlineExceeded
-from hcsim.torch_backend.engine import PendingCall
 
 Factor: TypeAlias = float | Tensor
 

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 from torch.distributed import DistBackendError, Work
 
+from hcsim.engine import PendingCall
 from hcsim.errors import CollectiveError, CollectiveTimeout, DeadlineExceeded, UsageError
-from hcsim.torch_backend.engine import PendingCall
 
 
 class CallFailed(DistBackendError):

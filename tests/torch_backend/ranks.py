@@ -26,7 +26,7 @@ CALL_LIMIT_S = 90.0
 """The timeout of the groups."""
 
 _PRELOADED = [
-    "hcsim.torch_backend.local",
+    "hcsim.engine.local",
     "torch.distributed.checkpoint.state_dict",
     "torch.distributed.fsdp",
     "torch.distributed.pipelining",

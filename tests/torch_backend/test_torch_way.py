@@ -13,8 +13,8 @@ import torch.distributed as dist
 from typer.testing import CliRunner
 
 from hcsim.cli.app import app
+from hcsim.engine.local import network_settings
 from hcsim.errors import ConfigError
-from hcsim.torch_backend.local import network_settings
 from tests.torch_backend.ranks import Meeting, Ranks
 
 ELSEWHERE = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "HCSIM_ADDRESSES": "192.0.2.7"}

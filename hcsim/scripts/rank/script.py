@@ -24,13 +24,13 @@ import numpy as np
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from hcsim.engine import use_engine
 from hcsim.scripts.environment import RankSpec, environment, import_early
 from hcsim.scripts.ipc import ANSWERS, IpcConnection, Left, SharedMemoryAllocator, Stepped
 from hcsim.scripts.rank.counting import WorkCounter
 from hcsim.scripts.rank.rendezvous import RemoteStore, install_store
 from hcsim.scripts.rank.simulator import RemoteEngine, SimulatorClient
 from hcsim.scripts.rank.stdlib import ScriptClock, install_output
-from hcsim.torch_backend.engine import use_engine
 
 _OURS = (str(Path(__file__).parent), str(Path(runpy.__file__)), "<frozen runpy>")
 

@@ -1,5 +1,5 @@
 """The simulator, as a rank's process sees it: ordered messages, the ends of calls, and the groups that live there
-(see `torch_backend.engine`).
+(see `hcsim.engine`).
 """
 
 from __future__ import annotations
@@ -7,13 +7,14 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
 
 from hcsim.calls import ARRAYS, GroupCall
 from hcsim.collectives.buffers import Array
+from hcsim.engine import GroupSpec, RendezvousStore
 from hcsim.errors import DeadlineExceeded, UsageError
 from hcsim.scripts.ipc import (
     Awaited,
@@ -31,12 +32,7 @@ from hcsim.scripts.ipc import (
     Started,
     raised,
 )
-from hcsim.torch_backend.engine import GroupSpec
 from hcsim.transport.messages import Requests
-
-if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
-
 
 _ABANDONED = 1
 """The exit status of a rank whose simulator is gone."""
@@ -197,7 +193,7 @@ class RemoteEngine:
         self.simulator = simulator
         self._after_backward: dict[int, list[tuple[RemoteCall, Callable[[], None]]]] = {}
 
-    def open(self, place: GroupSpec, store: Store) -> RemoteGroup:
+    def open(self, place: GroupSpec, store: RendezvousStore) -> RemoteGroup:
         """See `Engine.open`. No rendezvous is needed: the simulator knows all addresses."""
         assert place.parent is None or isinstance(place.parent, RemoteGroup)
         parent = None if place.parent is None else place.parent.number

@@ -1,19 +1,29 @@
-"""The interface to the groups of a torch program, which live in this process (`local`) or in a simulator
-(`scripts`).
+"""The interface to the groups of a program of torch or of MLX, which live in this process (`local`) or in a
+simulator (`scripts`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import msgspec
 
 from hcsim.calls import GroupCall
 from hcsim.collectives.buffers import Array
 
-if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
+
+class RendezvousStore(Protocol):
+    """The operations of torch's key-value store by which the ranks of a group find each other."""
+
+    def set(self, key: str, value: str, /) -> None: ...
+
+    def get(self, key: str, /) -> bytes:
+        """Wait until the key has a value, and return it."""
+
+    def add(self, key: str, amount: int, /) -> int: ...
+
+    def delete_key(self, key: str, /) -> bool: ...
 
 
 class GroupSpec(msgspec.Struct, frozen=True):
@@ -65,7 +75,7 @@ class EngineGroup(Protocol):
 class Engine(Protocol):
     """Opens groups."""
 
-    def open(self, place: GroupSpec, store: Store) -> EngineGroup:
+    def open(self, place: GroupSpec, store: RendezvousStore) -> EngineGroup:
         """Join the group. All ranks of the group call this; the store serves as the rendezvous."""
 
 
@@ -81,3 +91,16 @@ def use_engine(engine: Engine) -> None:
 def chosen_engine() -> Engine | None:
     """Return the engine given to `use_engine`; None: groups live in this process, on the real network."""
     return _engine
+
+
+_store: RendezvousStore | None = None
+
+
+def use_store(store: RendezvousStore) -> None:
+    """Give the store of a program that hcsim has launched."""
+    global _store
+    _store = store
+
+
+def given_store() -> RendezvousStore | None:
+    return _store

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -21,6 +21,7 @@ from hcsim.calls import GroupCall, begin, outcome
 from hcsim.collectives.buffers import Array
 from hcsim.collectives.group import Group
 from hcsim.collectives.select import Options
+from hcsim.engine import GroupSpec, RendezvousStore
 from hcsim.errors import CollectiveError, ConfigError, DeadlineExceeded, UsageError
 from hcsim.identity.handshake import Credentials
 from hcsim.real.host import RealHost, RealOptions
@@ -29,13 +30,10 @@ from hcsim.real.keys import beside_a_node, default_home, load_credentials
 from hcsim.real.process import at_work
 from hcsim.real.tls import ClusterTls
 from hcsim.runtime.address import address_at
+from hcsim.runtime.channel import Listener
 from hcsim.runtime.host import Host
-from hcsim.torch_backend.engine import GroupSpec
 from hcsim.transport.admission import AdmittedHost
 from hcsim.transport.groups import GroupMembership, Wire
-
-if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
 
 T = TypeVar("T")
 CLUSTER = "HCSIM_CLUSTER"
@@ -231,12 +229,18 @@ class LocalEngine:
         atexit.register(self._leave)
         os.register_at_fork(after_in_child=self._stay_behind)
 
-    def open(self, place: GroupSpec, store: Store) -> LocalGroup:
+    def open(self, place: GroupSpec, store: RendezvousStore) -> LocalGroup:
         if isinstance(place.parent, LocalGroup):
             return place.parent.subgroup(place.ranks)
         listener = self.run(self._host.listen(address_at(self._settings.hosts, 0)))
         port = listener.address.rpartition(":")[2]
-        addresses = _meet(place, store, address_at(self._settings.hosts, int(port)))
+        return self._join(place, _meet(place, store, address_at(self._settings.hosts, int(port))), listener)
+
+    def open_at(self, place: GroupSpec, addresses: tuple[str, ...]) -> LocalGroup:
+        """Join a group whose addresses are known, by rank."""
+        return self._join(place, addresses, self.run(self._host.listen(addresses[place.rank])))
+
+    def _join(self, place: GroupSpec, addresses: tuple[str, ...], listener: Listener) -> LocalGroup:
         # A rank may call late, as long as the group's own time allows: ranks open links when they first need them.
         us = GroupMembership(place.rank, addresses, name=place.name, wire=Wire(connect_timeout_s=place.timeout_s))
         options = Options(timeout_s=place.timeout_s, watch_s=_WATCH_S)
@@ -312,7 +316,7 @@ def _recounted(error: BaseException, counted: Sequence[int]) -> BaseException:
     return again
 
 
-def _meet(place: GroupSpec, store: Store, ours: str) -> tuple[str, ...]:
+def _meet(place: GroupSpec, store: RendezvousStore, ours: str) -> tuple[str, ...]:
     """Exchange addresses through the store; return them by rank. The last rank deletes the keys, for a later
     group that uses the same store."""
     keys = [f"hcsim/{rank}" for rank in range(place.size)]
@@ -327,9 +331,12 @@ def _meet(place: GroupSpec, store: Store, ours: str) -> tuple[str, ...]:
 _engines: dict[int, LocalEngine] = {}
 
 
-def local_engine() -> LocalEngine:
-    """Return this process's engine; a forked child gets its own."""
+def local_engine(hosts: Sequence[str] = ()) -> LocalEngine:
+    """Return this process's engine; a forked child gets its own.
+
+    The first call may say at which hosts the other ranks reach this process, in place of the environment."""
     process = os.getpid()
     if process not in _engines:
-        _engines[process] = LocalEngine(network_settings(os.environ))
+        environment = {**os.environ, ADDRESSES: ",".join(hosts)} if hosts else os.environ
+        _engines[process] = LocalEngine(network_settings(environment))
     return _engines[process]

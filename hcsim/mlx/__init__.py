@@ -1,0 +1,42 @@
+"""hcsim for MLX programs: the calls of `mlx.core.distributed`, compressed gradients, local SGD and DiLoCo.
+
+import hcsim.mlx as dist
+
+group = dist.init()
+total = dist.all_sum(mx.ones(4), group=group)
+"""
+
+from __future__ import annotations
+
+try:
+    import mlx.core  # noqa: F401
+except ImportError as error:
+    raise ImportError("hcsim.mlx needs MLX: pip install 'hcsim[mlx]'") from error
+
+from hcsim.mlx.group import (
+    Group,
+    all_gather,
+    all_max,
+    all_min,
+    all_sum,
+    init,
+    is_available,
+    recv,
+    recv_like,
+    send,
+    sum_scatter,
+)
+
+__all__ = [
+    "Group",
+    "all_gather",
+    "all_max",
+    "all_min",
+    "all_sum",
+    "init",
+    "is_available",
+    "recv",
+    "recv_like",
+    "send",
+    "sum_scatter",
+]

@@ -46,6 +46,7 @@ from hcsim.training.learner import TimeAccounting
 BUCKETS = 8
 """The number of concurrent calls. Each bucket has payload buffers, which its calls reuse."""
 ANY_SOURCE = -1
+_WITH_DDP = "register hcsim.torch_backend.hooks with DDP"
 OWN = "own/"
 """The prefix of state that belongs to one rank alone."""
 
@@ -172,13 +173,14 @@ async def _remember(group: Group, operation: str, of: Compression, arrays: Seque
     return len(memory)
 
 
-def check_compressor(spec: str, *, remembered: bool) -> None:
-    """Reject an invalid compressor, or one with per-tensor state where tensors cannot be identified."""
+def check_compressor(spec: str, *, remembered: bool, instead: str = _WITH_DDP) -> None:
+    """Reject an invalid compressor, or one with per-tensor state where tensors cannot be identified; `instead` says
+    where they can."""
     compressor = make(spec, seed=0, rank=0)
     if not remembered and isinstance(compressor, ErrorFeedback | PowerSGD):
         raise UsageError(
             f"{spec} remembers each tensor from step to step, and a plain all_reduce does not say which one it is:"
-            " register hcsim.torch_backend.hooks with DDP, which does, or take a compressor that remembers nothing"
+            f" {instead}, which does, or take a compressor that remembers nothing"
         )
 
 

@@ -13,6 +13,7 @@ try:
 except ImportError as error:
     raise ImportError("hcsim.mlx needs MLX: pip install 'hcsim[mlx]'") from error
 
+from hcsim.mlx.gradients import GradientCompression, average_gradients
 from hcsim.mlx.group import (
     Group,
     all_gather,
@@ -26,15 +27,20 @@ from hcsim.mlx.group import (
     send,
     sum_scatter,
 )
+from hcsim.mlx.periodic import DiLoCo, local_sgd
 
 __all__ = [
+    "DiLoCo",
+    "GradientCompression",
     "Group",
     "all_gather",
     "all_max",
     "all_min",
     "all_sum",
+    "average_gradients",
     "init",
     "is_available",
+    "local_sgd",
     "recv",
     "recv_like",
     "send",

@@ -6,6 +6,7 @@ as unsigned integers of the same width.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import ml_dtypes
@@ -41,20 +42,36 @@ def read(array: MlxArray) -> Array:
 
 
 class Writable:
-    """A new MLX array, and its memory as a flat numpy array for a call to fill.
+    """An evaluated MLX array of our own, and its memory as a flat numpy array for a call to fill.
 
     Once `take` has returned the array, its memory must not change."""
 
-    def __init__(self, length: int, dtype: Any, values: Array | None = None) -> None:
-        self._dtype = dtype
-        held = mx.uint16 if dtype == mx.bfloat16 else dtype
-        if values is None:
-            self._held = mx.zeros(length, held)
-        else:
-            self._held = mx.array(values.view(np.uint16) if dtype == mx.bfloat16 else values)
+    def __init__(self, flat: MlxArray) -> None:
+        """No other array may share the memory of `flat`."""
+        self._dtype = flat.dtype
+        self._held = flat.view(mx.uint16) if self._dtype == mx.bfloat16 else flat
+        del flat
         mx.eval(self._held)
-        flat: Array = np.array(self._held, copy=False)
-        self.flat = flat.view(ml_dtypes.bfloat16) if dtype == mx.bfloat16 else flat
+        numbers: Array = np.array(self._held, copy=False)
+        self.flat = numbers.view(ml_dtypes.bfloat16) if self._dtype == mx.bfloat16 else numbers
+
+    @classmethod
+    def empty(cls, length: int, dtype: Any) -> Writable:
+        return cls(mx.zeros(length, dtype))
+
+    @classmethod
+    def copy(cls, array: MlxArray) -> Writable:
+        numbers = read(array)
+        if array.dtype == mx.bfloat16:
+            return cls(mx.array(numbers.view(np.uint16)).view(mx.bfloat16))
+        return cls(mx.array(numbers))
+
+    @classmethod
+    def join(cls, arrays: Sequence[MlxArray]) -> Writable:
+        """Copy several arrays of one type, one after the other."""
+        if len(arrays) == 1:
+            return cls.copy(arrays[0])
+        return cls(mx.concatenate([array.reshape(-1) for array in arrays]))
 
     def take(self, shape: tuple[int, ...]) -> MlxArray:
         array = self._held.view(self._dtype) if self._dtype == mx.bfloat16 else self._held

@@ -102,20 +102,20 @@ def is_available(backend: str = "any") -> bool:
 
 def all_sum(x: MlxArray, *, group: Group | None = None, stream: object = None) -> MlxArray:
     """Return the sum of the arrays of all ranks."""
-    return _differentiable(x, lambda given: _reduced(given, "sum", _whole(group)), lambda primal, cotangent: cotangent)
+    return _differentiable(x, lambda given: _reduced(given, "sum", whole(group)), lambda primal, cotangent: cotangent)
 
 
 def all_max(x: MlxArray, *, group: Group | None = None, stream: object = None) -> MlxArray:
-    return _differentiable(x, lambda given: _reduced(given, "max", _whole(group)), _no_gradient("all_max"))
+    return _differentiable(x, lambda given: _reduced(given, "max", whole(group)), _no_gradient("all_max"))
 
 
 def all_min(x: MlxArray, *, group: Group | None = None, stream: object = None) -> MlxArray:
-    return _differentiable(x, lambda given: _reduced(given, "min", _whole(group)), _no_gradient("all_min"))
+    return _differentiable(x, lambda given: _reduced(given, "min", whole(group)), _no_gradient("all_min"))
 
 
 def all_gather(x: MlxArray, *, group: Group | None = None, stream: object = None) -> MlxArray:
     """Return the arrays of all ranks, concatenated along the first axis."""
-    among = _whole(group)
+    among = whole(group)
 
     def ours(primal: MlxArray, cotangent: MlxArray) -> MlxArray:
         if not primal.ndim:
@@ -128,12 +128,12 @@ def all_gather(x: MlxArray, *, group: Group | None = None, stream: object = None
 
 def sum_scatter(x: MlxArray, *, group: Group | None = None, stream: object = None) -> MlxArray:
     """Return this rank's part, along the first axis, of the sum of the arrays of all ranks."""
-    return _differentiable(x, lambda given: _scattered(given, _whole(group)), _no_gradient("sum_scatter"))
+    return _differentiable(x, lambda given: _scattered(given, whole(group)), _no_gradient("sum_scatter"))
 
 
 def send(x: MlxArray, dst: int, *, group: Group | None = None, stream: object = None) -> MlxArray:
     """Send the array to another rank, and return it. The call waits until the array may be reused."""
-    among = _whole(group)
+    among = whole(group)
     call = GroupCall(operation="send", root=_peer(dst, among))
 
     def sent(given: MlxArray) -> MlxArray:
@@ -145,8 +145,8 @@ def send(x: MlxArray, dst: int, *, group: Group | None = None, stream: object = 
 
 def recv(shape: Sequence[int], dtype: Any, src: int, *, group: Group | None = None, stream: object = None) -> MlxArray:
     """Return the array that a rank sends, which must have this shape and type."""
-    among = _whole(group)
-    into = Writable(prod(shape), dtype)
+    among = whole(group)
+    into = Writable.empty(prod(shape), dtype)
     among.start(GroupCall(operation="recv", root=_peer(src, among)), into.flat).wait(None)
     return into.take(tuple(shape))
 
@@ -217,7 +217,7 @@ def read_hostfile(hostfile: str) -> list[tuple[list[str], int]]:
         ) from None
 
 
-def _whole(group: Group | None) -> Group:
+def whole(group: Group | None) -> Group:
     if group is not None and not isinstance(group, Group):
         raise UsageError(f"a group of hcsim.mlx is needed here, from hcsim.mlx.init(), not {type(group).__name__}")
     return init() if group is None else group
@@ -232,7 +232,7 @@ def _peer(rank: int, group: Group) -> int:
 def _reduced(x: MlxArray, op: str, group: Group) -> MlxArray:
     if group.size() == 1:
         return x
-    total = Writable(x.size, x.dtype, read(x))
+    total = Writable.copy(x)
     group.start(GroupCall(operation="all_reduce", op=op), total.flat).wait(None)
     return total.take(x.shape)
 
@@ -241,7 +241,7 @@ def _gathered(x: MlxArray, group: Group) -> MlxArray:
     if group.size() == 1:
         return x
     shape = (group.size(), *x.shape[1:]) if not x.ndim else (group.size() * x.shape[0], *x.shape[1:])
-    into = Writable(group.size() * x.size, x.dtype)
+    into = Writable.empty(group.size() * x.size, x.dtype)
     group.start(GroupCall(operation="all_gather"), read(x), into.flat).wait(None)
     return into.take(shape)
 
@@ -252,7 +252,7 @@ def _scattered(x: MlxArray, group: Group) -> MlxArray:
         raise UsageError(f"an array of shape {x.shape} cannot be cut into {size} equal parts along its first axis")
     if size == 1:
         return x
-    into = Writable(x.size // size, x.dtype)
+    into = Writable.empty(x.size // size, x.dtype)
     group.start(GroupCall(operation="reduce_scatter"), read(x), into.flat).wait(None)
     return into.take((x.shape[0] // size, *x.shape[1:]))
 

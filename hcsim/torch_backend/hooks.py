@@ -8,7 +8,6 @@ Residuals are kept by the names of the parameters, not by bucket, so they surviv
 buckets after the first step. The average is the same on every rank, bit for bit.
 """
 
-import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,10 +17,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket
 
-from hcsim.calls import Compression, GroupCall, check_compressor, with_debts_of, without_debts
+from hcsim.calls import Compression, with_debts_of, without_debts
+from hcsim.engine.compression import KeptCompression
 from hcsim.torch_backend.process_group import HcsimGroup
-
-_lives = itertools.count(1)
 
 
 class CompressionState:
@@ -40,56 +38,34 @@ class CompressionState:
         names: a new state replaces the earlier one of the same name and starts without residuals. `compression`
         is a spec as everywhere in the toolkit: "topk:0.01+ef", "int8+ef", "powersgd:4+ef". Without "+ef" what is
         not sent is lost."""
-        check_compressor(compression, remembered=True)
         group = process_group if process_group is not None else dist.group.WORLD
         if not isinstance(group, HcsimGroup):
             raise ValueError('this hook compresses on a process group of the backend "hcsim"; torch has its own others')
         self.group = group
         self.compression = compression
-        self._seed = seed
-        self._key = name
-        self._life = next(_lives)
-        self._step = 0
+        self._kept = KeptCompression(group.line, compression, seed, name)
         self._names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
 
     def describe(self, bucket: GradBucket) -> Compression:
         tensors = tuple((self._names[each], tuple(each.shape)) for each in bucket.parameters())
-        how = Compression(
-            spec=self.compression, seed=self._seed, key=self._key, life=self._life, step=self._step, tensors=tensors,
-        )  # fmt: skip
-        if bucket.is_last():
-            self._step += 1
-        return how
+        return self._kept.describe(tensors, last=bucket.is_last())
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's residuals and the compressor's other state. It differs between ranks; call it between
         steps."""
-        call = GroupCall(operation="memory_size", compression=self._whose())
-        memory = np.empty(self.group.line.start(call, []).wait(None), np.uint8)
-        self.group.line.start(GroupCall(operation="memory", compression=self._whose()), [memory]).wait(None)
-        return {"compression": self.compression, "step": self._step, "memory": torch.from_numpy(memory)}
+        memory = np.frombuffer(bytearray(self._kept.memory()), np.uint8)
+        return {"compression": self.compression, "step": self._kept.step, "memory": torch.from_numpy(memory)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if state["compression"] != self.compression:
-            raise ValueError(f"the state is of {state['compression']}, and this is {self.compression}")
-        self._remember(state["memory"].cpu().numpy().tobytes())
-        self._step = state["step"]
+        self._kept.load(state["compression"], state["step"], state["memory"].cpu().numpy().tobytes())
 
     def forget(self) -> None:
         """Drop the residuals: the loaded state is another rank's, which still has them."""
-        self._remember(without_debts(self.state_dict()["memory"].numpy().tobytes()))
+        self._kept.remember(without_debts(self._kept.memory()))
 
     def absorb(self, state: Mapping[str, Any]) -> None:
         """Add the residuals of a rank that is gone to this rank's."""
-        ours = self.state_dict()["memory"].numpy().tobytes()
-        self._remember(with_debts_of(ours, state["memory"].cpu().numpy().tobytes()))
-
-    def _remember(self, memory: bytes) -> None:
-        call = GroupCall(operation="restore", compression=self._whose())
-        self.group.line.start(call, [np.frombuffer(bytearray(memory), np.uint8)]).wait(None)
-
-    def _whose(self) -> Compression:
-        return Compression(spec=self.compression, seed=self._seed, key=self._key, life=self._life)
+        self._kept.remember(with_debts_of(self._kept.memory(), state["memory"].cpu().numpy().tobytes()))
 
 
 def compression_hook(state: CompressionState, bucket: GradBucket) -> torch.futures.Future[Tensor]:

@@ -37,8 +37,10 @@ def tell(value):
 class Rank:
     """How a process ended, and what it printed."""
 
-    def __init__(self, code: int, output: str, errors: str) -> None:
+    def __init__(self, code: int, output: str, errors: str, calls: int = 0) -> None:
+        """`calls` are those of a simulated rank."""
         self.code = code
+        self.calls = calls
         self.output = output
         self.errors = errors
 
@@ -97,7 +99,10 @@ def simulated(tmp_path: Path, processes: RankProcesses) -> Callable[..., list[Ra
 
         names = [f"mac-{number}" for number in range(size)]
         run = simulate_script(on_switch(names), path, arguments, say=say, processes=processes)
-        return [Rank(each.code or 0, said.get((at, 1), ""), said.get((at, 2), "")) for at, each in enumerate(run.ranks)]
+        return [
+            Rank(each.code or 0, said.get((rank, 1), ""), said.get((rank, 2), ""), each.calls)
+            for rank, each in enumerate(run.ranks)
+        ]
 
     return run
 

@@ -76,16 +76,19 @@ class WorkCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **kwargs) if kwargs else func(*args)
         if kind is not None:
             moved = _size_bytes(args) + (_size_bytes(result) if type(result) is not Tensor else result.nbytes)
-            flops = kind(args, kwargs or {}, result)
-            if flops > self._flops_per_byte * moved:
-                self._flops += flops
-            else:
-                self._moved_bytes += moved
-            self.kernels += 1
-            if self.kernels >= self._limit or self._flops >= MOST_FLOPS:
-                self._simulator.tell_work()
-                self._limit = min(2 * self._limit, MOST_KERNELS)
+            self.add(kind(args, kwargs or {}, result), moved)
         return result
+
+    def add(self, flops: float, moved_bytes: float) -> None:
+        """Count one kernel."""
+        if flops > self._flops_per_byte * moved_bytes:
+            self._flops += flops
+        else:
+            self._moved_bytes += moved_bytes
+        self.kernels += 1
+        if self.kernels >= self._limit or self._flops >= MOST_FLOPS:
+            self._simulator.tell_work()
+            self._limit = min(2 * self._limit, MOST_KERNELS)
 
     def answered(self) -> None:
         self._limit = 1

@@ -14,6 +14,7 @@ from pathlib import Path
 from hcsim.engine import use_store
 from hcsim.engine.local import local_engine
 from hcsim.scripts.ipc import ANSWERS, FAILURES, IpcClosed, IpcConnection, RankFailed, SimulatorReply, Stored
+from hcsim.scripts.rank.imports import answer_mlx
 from hcsim.scripts.rank.rendezvous import RemoteStore, install_store
 
 
@@ -54,6 +55,7 @@ def _main(descriptor: str, news: str, script: str, *arguments: str) -> None:
     threading.Thread(target=_hear_of_failure, args=(told,), name="hcsim news", daemon=True).start()
     install_store(store)
     use_store(store.part("mlx/"))
+    answer_mlx()
     sys.argv = [script, *arguments]
     sys.path[0] = str(Path(script).parent)
     runpy.run_path(script, run_name="__main__")

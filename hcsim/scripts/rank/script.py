@@ -16,6 +16,7 @@ import sys
 import threading
 import traceback
 from contextlib import suppress
+from functools import wraps
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -28,6 +29,7 @@ from hcsim.engine import use_engine
 from hcsim.scripts.environment import RankSpec, environment, import_early
 from hcsim.scripts.ipc import ANSWERS, IpcConnection, Left, SharedMemoryAllocator, Stepped
 from hcsim.scripts.rank.counting import WorkCounter
+from hcsim.scripts.rank.imports import after_import, answer_mlx
 from hcsim.scripts.rank.rendezvous import RemoteStore, install_store
 from hcsim.scripts.rank.simulator import RemoteEngine, SimulatorClient
 from hcsim.scripts.rank.stdlib import ScriptClock, install_output
@@ -49,6 +51,7 @@ def run_script(seat: RankSpec, conversation: int, arena: int) -> NoReturn:
     install_store(store)
     use_engine(RemoteEngine(simulator))
     register_optimizer_step_post_hook(lambda *_: simulator.tell(Stepped()))
+    _follow_mlx(simulator, counter, seat.seed)
     torch.set_num_threads(1)
     _seed(seat.seed)
     os.environ.update(environment(seat.rank, seat.world, seat.first, seat.life))
@@ -63,6 +66,34 @@ def run_script(seat: RankSpec, conversation: int, arena: int) -> NoReturn:
     simulator.tell(Left(code, error))
     clock.uninstall()
     os._exit(code)
+
+
+def _follow_mlx(simulator: SimulatorClient, counter: WorkCounter, seed: int) -> None:
+    """Count, seed and answer MLX, if the script imports it."""
+
+    def begun() -> None:
+        import mlx.core as mx
+
+        from hcsim.scripts.rank.mlx_counting import GraphCounter
+
+        mx.random.seed(seed)
+        GraphCounter(counter).install()
+
+    def with_optimizers() -> None:
+        from mlx.optimizers import Optimizer
+
+        update = Optimizer.update
+
+        @wraps(update)
+        def stepping(self: Any, *given: Any, **named: Any) -> None:
+            update(self, *given, **named)
+            simulator.tell(Stepped())
+
+        Optimizer.update = stepping
+
+    answer_mlx()
+    after_import("mlx.core", begun)
+    after_import("mlx.optimizers", with_optimizers)
 
 
 def _seed(seed: int) -> None:

@@ -275,7 +275,8 @@ def main(
         str, typer.Option(help="Sizes of the tensor; 1 KB is 1024 bytes.")
     ] = "4KB,64KB,1MB,16MB,64MB,256MB",
     peers: Annotated[
-        str, typer.Option(help="Whom to measure; there are hcsim_tls, hcsim_tls_tcp and bare (TCP's limit) too.")
+        str,
+        typer.Option(help="Whom to measure; there are hcsim_tls, hcsim_tls_tcp, hcsim_mlx and bare (TCP's limit) too."),
     ] = ",".join(UNASKED),
     repeat: Annotated[int, typer.Option(min=1, max=1000, help="Rounds in which every peer takes a turn.")] = 5,
     algorithm: Annotated[str, typer.Option(help="hcsim's algorithm.")] = "auto",

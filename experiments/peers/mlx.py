@@ -1,4 +1,6 @@
-"""MLX's ring over TCP. Its arrays never change, so "in place" means to donate the input."""
+"""MLX's ring over TCP, and hcsim for MLX programs, whose processes of one machine share memory.
+
+The arrays of MLX never change, so "in place" means to donate the input."""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ class _MlxRank:
     _array: Any
     _dtype: np.dtype[Any]
 
-    def __init__(self, group: Any) -> None:
+    def __init__(self, distributed: Any, group: Any) -> None:
+        """`distributed` has the functions of `mlx.core.distributed`."""
+        self._distributed = distributed
         self._group = group
 
     def load(self, values: Floats) -> None:
@@ -35,13 +39,13 @@ class _MlxRank:
         import mlx.core as mx
 
         # Rebinding drops the only reference to the input, so that MLX can reuse its buffer.
-        self._array = mx.distributed.all_sum(self._array, group=self._group)
+        self._array = self._distributed.all_sum(self._array, group=self._group)
         mx.eval(self._array)
 
     async def barrier(self) -> None:
         import mlx.core as mx
 
-        mx.eval(mx.distributed.all_sum(mx.zeros(1), group=self._group))
+        mx.eval(self._distributed.all_sum(mx.zeros(1), group=self._group))
 
     def read(self) -> Floats:
         import mlx.core as mx
@@ -55,10 +59,12 @@ def _missing() -> str | None:
 
 @asynccontextmanager
 async def _join(job: Job, rank: int) -> AsyncIterator[Rank]:
-    import mlx.core as mx
-
+    if job.peer == HCSIM_MLX.name:
+        import hcsim.mlx as distributed
+    else:
+        from mlx.core import distributed
     os.environ |= {"MLX_HOSTFILE": _write_hosts(job, rank), "MLX_RANK": str(rank)}
-    yield _MlxRank(mx.distributed.init(strict=True, backend="ring"))
+    yield _MlxRank(distributed, distributed.init(strict=True, backend="ring"))
 
 
 def _write_hosts(job: Job, rank: int) -> str:
@@ -69,3 +75,4 @@ def _write_hosts(job: Job, rank: int) -> str:
 
 
 MLX = Peer("mlx", _missing, _join)
+HCSIM_MLX = Peer("hcsim_mlx", _missing, _join)

@@ -19,7 +19,7 @@ from experiments.peers.roster import PEERS
 from experiments.peers.team import TeamFailed, running
 from hcsim.collectives.arithmetic import dtype_named
 
-NAMES = ("hcsim", "hcsim_tcp", "hcsim_tls", "hcsim_tls_tcp", "gloo", "mlx", "mpi", "bare")
+NAMES = ("hcsim", "hcsim_tcp", "hcsim_tls", "hcsim_tls_tcp", "gloo", "mlx", "hcsim_mlx", "mpi", "bare")
 COLUMNS = {
     "ranks",
     "size_bytes",

@@ -12,6 +12,7 @@ pytest.importorskip("mlx.core")
 from hcsim.config import parse_scenario
 from hcsim.scripts.processes import RankProcesses
 from hcsim.scripts.run import ScriptRun, simulate_script
+from tests.mlx_programs.conftest import OnRanks
 from tests.real.namespaces import Process
 from tests.real.together import together
 
@@ -47,6 +48,7 @@ print("learned", hashlib.sha256(data).hexdigest(), flush=True)
 """Tanh and SGD are not compiled by mlx.nn, so that both worlds compute the same."""
 
 
+EXAMPLE = Path(__file__).parents[2] / "examples" / "train_mlx.py"
 MINIS = """
 name = "minis"
 effects = "all"
@@ -59,7 +61,7 @@ def learned(text: str) -> list[str]:
     return re.findall(r"learned (\w+)", text)
 
 
-def simulated(folder: Path, processes: RankProcesses, text: str, size: int = 2) -> tuple[ScriptRun, str]:
+def counted(folder: Path, processes: RankProcesses, text: str, size: int = 2) -> tuple[ScriptRun, str]:
     script = folder / "simulated.py"
     script.write_text(text)
     said: list[str] = []
@@ -74,13 +76,13 @@ def simulated(folder: Path, processes: RankProcesses, text: str, size: int = 2) 
 
 
 def test_an_unmodified_script_trains_on_a_virtual_cluster(tmp_path: Path, processes: RankProcesses) -> None:
-    run, said = simulated(tmp_path, processes, UNMODIFIED)
+    run, said = counted(tmp_path, processes, UNMODIFIED)
     assert len({*learned(said)}) == 1
     for rank in run.ranks:
         assert len(rank.steps_s) == 4
         assert rank.calls == 1 + 4
         assert rank.compute_s > 0
-    again, said_again = simulated(tmp_path, processes, UNMODIFIED)
+    again, said_again = counted(tmp_path, processes, UNMODIFIED)
     assert said_again == said
     assert again.trace_sha256 == run.trace_sha256
 
@@ -97,9 +99,22 @@ def test_an_unmodified_script_learns_the_same_on_real_machines(tmp_path: Path, p
         for process in machines:
             assert process.ends() == 0, process.text
         real = [digest for process in machines for digest in learned(process.text)]
-    _, said = simulated(tmp_path, processes, UNMODIFIED)
+    _, said = counted(tmp_path, processes, UNMODIFIED)
     assert len(real) == 2
     assert {*real} == {*learned(said)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arguments", [["--compressor", "int8+ef"], ["--every", "4"]], ids=["int8", "diloco"])
+def test_the_example_learns_the_same_in_both_worlds(
+    on_ranks: OnRanks, simulated: OnRanks, arguments: list[str]
+) -> None:
+    losses = [
+        re.findall(r"loss ([0-9.]+)", run(2, EXAMPLE, "--steps", "10", "--batch", "4", *arguments)[0].output)
+        for run in (on_ranks, simulated)
+    ]
+    assert losses[0] == losses[1]
+    assert float(losses[0][0]) < 3.5
 
 
 WORK = """
@@ -126,7 +141,7 @@ print("seconds", lazy_s, product_s, two_s, view_s, again_s, compiled_s, gradient
 
 
 def test_what_a_script_evaluates_takes_time_once(tmp_path: Path, processes: RankProcesses) -> None:
-    run, said = simulated(tmp_path, processes, WORK, size=1)
+    run, said = counted(tmp_path, processes, WORK, size=1)
     seconds = map(float, said.split()[1:])
     lazy_s, product_s, two_s, view_s, again_s, compiled_s, gradient_s = seconds
     assert lazy_s == pytest.approx(view_s, abs=1e-5) == pytest.approx(again_s, abs=1e-5)
@@ -156,6 +171,6 @@ except ValueError as error:
 
 
 def test_what_cannot_be_counted_is_refused(tmp_path: Path, processes: RankProcesses) -> None:
-    _, said = simulated(tmp_path, processes, CUSTOM, size=1)
+    _, said = counted(tmp_path, processes, CUSTOM, size=1)
     assert said.startswith("[2.0, 2.0]\n")
     assert "cannot be counted on a virtual cluster" in said

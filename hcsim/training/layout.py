@@ -15,6 +15,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from hcsim.rng import generator
+
 FLOAT_BYTES = 4
 
 
@@ -115,3 +117,12 @@ class Layout(msgspec.Struct, frozen=True):
                 )
                 yield Bucket(number, tuple(members), tensors, lo, hi)
                 number, lo, members = number + 1, hi, []
+
+
+def initial(seed: int, tensor: Tensor, gain: float) -> npt.NDArray[np.float32]:
+    """Return fresh values: weights normal with a variance of gain² / fan-in, a norm's factors one, biases zero."""
+    if len(tensor.shape) >= 2:
+        deviation = gain / prod(tensor.shape[1:]) ** 0.5
+        drawn = generator(seed, "parameters", tensor.name).standard_normal(tensor.shape, np.float32)
+        return drawn * np.float32(deviation)
+    return np.full(tensor.shape, 1 if tensor.name.endswith("weight") else 0, np.float32)

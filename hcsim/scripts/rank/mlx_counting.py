@@ -1,51 +1,27 @@
 """Counts the kernels, FLOPs and bytes of an MLX script, as `counting` does for torch.
 
-MLX is lazy: what a script computes is known when it evaluates arrays. Their graph, with the shapes of everything
-that is not computed yet, comes from `mx.export_function`. Each primitive that is no view is one kernel; matrix
-products, convolutions and attention have FLOPs, all others are bound by memory. A broadcast array counts with the
-bytes that it has in memory.
-
-Compiled functions have no such graph. Here `mx.compile` runs them as they are: each of their primitives is a kernel,
-where MLX would fuse some. A custom function has none either inside a transformation, where it is refused. What numpy
-evaluates when it converts an array is not counted.
+MLX is lazy: what a script computes is known when it evaluates arrays (see `hcsim.mlx.graph`). Compiled functions have
+no graph that says it. Here `mx.compile` runs them as they are: each of their primitives is a kernel, where MLX would
+fuse some. A custom function has none either inside a transformation, where it is refused. What numpy evaluates when it
+converts an array is not counted.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial, wraps
-from math import prod
-from typing import Any, TypeAlias
+from typing import Any
 
 import mlx.core as mx
 
 from hcsim.errors import UsageError
+from hcsim.mlx.graph import kernels
 from hcsim.scripts.rank.counting import WorkCounter
 
-Named: TypeAlias = tuple[str, tuple[int, ...], Any]
-"""An array of the graph: its name, shape and dtype."""
-
-_FREE = (
-    "AsStrided", "Broadcast", "BroadcastAxes", "Copy", "CustomTransforms", "Depends", "ExpandDims", "Flatten",
-    "NumberOfElements", "Reshape", "Slice", "Split", "Squeeze", "StopGradient", "Transpose", "Unflatten", "View",
-)  # fmt: skip
 _EVALUATING = ("item", "tolist", "__bool__", "__float__", "__int__", "__repr__")
 _TRANSFORMING = ("grad", "value_and_grad", "vjp", "jvp")
 _IN_COMPILE = "[eval] Attempting to eval an array during function transformations like compile or vmap is not allowed."
-
-
-def flops_of(primitive: str, inputs: Sequence[tuple[int, ...]], output: tuple[int, ...]) -> float:
-    """Return the FLOPs of a primitive by the shapes of its arrays."""
-    match primitive:
-        case "Matmul" | "AddMM" | "GatherMM" | "BlockMaskedMM" | "QuantizedMatmul" | "GatherQMM":
-            return 2.0 * prod(output) * inputs[0][-1]
-        case "Convolution":
-            return 2.0 * prod(output) * prod(inputs[1][1:])
-        case "ScaledDotProductAttention":
-            queries, keys, values = inputs[:3]
-            return 2.0 * prod(queries[:-1]) * keys[-2] * (queries[-1] + values[-1])
-    return 0.0
 
 
 class GraphCounter:
@@ -55,7 +31,6 @@ class GraphCounter:
         self._work = work
         self._transforming = 0
         self._compiling = 0
-        self._stored_bytes: dict[str, float] = {}
 
     def install(self) -> None:
         """Replace the functions of MLX that evaluate, differentiate and compile."""
@@ -107,32 +82,17 @@ class GraphCounter:
         return inside
 
     def _count(self, arrays: list[Any]) -> None:
-        if arrays:
-            try:
-                mx.export_function(self._of_graph, lambda: arrays)
-            except ValueError as error:
-                if "CustomTransforms" not in str(error):
-                    raise
-                raise UsageError(
-                    "what mx.grad makes of mx.custom_function, of mx.checkpoint, and of a collective inside it cannot"
-                    " be counted on a virtual cluster: leave them out there, or run the script on real ranks"
-                ) from None
-            finally:
-                self._stored_bytes.clear()
-
-    def _of_graph(self, part: Mapping[str, Any]) -> None:
-        if part["type"] != "primitive":
-            return
-        inputs: Sequence[Named] = part["inputs"]
-        outputs: Sequence[Named] = part["outputs"]
-        read_bytes = sum(self._stored_bytes.get(name, _size_bytes(shape, dtype)) for name, shape, dtype in inputs)
-        if part["name"] in _FREE:
-            for name, shape, dtype in outputs:
-                self._stored_bytes[name] = min(read_bytes, _size_bytes(shape, dtype))
-            return
-        written_bytes = sum(_size_bytes(shape, dtype) for _, shape, dtype in outputs)
-        flops = flops_of(part["name"], [shape for _, shape, _ in inputs], outputs[0][1])
-        self._work.add(flops, read_bytes + written_bytes)
+        try:
+            work = kernels(arrays)
+        except ValueError as error:
+            if "CustomTransforms" not in str(error):
+                raise
+            raise UsageError(
+                "what mx.grad makes of mx.custom_function, of mx.checkpoint, and of a collective inside it cannot"
+                " be counted on a virtual cluster: leave them out there, or run the script on real ranks"
+            ) from None
+        for flops, moved_bytes in work:
+            self._work.add(flops, moved_bytes)
 
 
 class _CustomFunction:
@@ -150,10 +110,6 @@ class _CustomFunction:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._custom, name)
-
-
-def _size_bytes(shape: tuple[int, ...], dtype: Any) -> float:
-    return float(prod(shape) * dtype.size)
 
 
 def _arrays(values: Any) -> Iterator[Any]:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from math import prod
 from typing import Any
 
 import numpy as np
@@ -22,8 +21,7 @@ import torch
 from torch import nn
 
 from hcsim.errors import ConfigError, UsageError
-from hcsim.rng import generator
-from hcsim.training.layout import Layout, Tensor
+from hcsim.training.layout import Layout, Tensor, initial
 from hcsim.training.task import Indices
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -217,15 +215,6 @@ def layout_of(modules: Sequence[nn.Module]) -> Layout:
         [(f"{number}.{name}", tuple(parameter.shape)) for name, parameter in module.named_parameters()]
         for number, module in enumerate(modules)
     ])  # fmt: skip
-
-
-def initial(seed: int, tensor: Tensor, gain: float) -> Array:
-    """Return fresh values: weights normal with a variance of gain² / fan-in, a norm's factors one, biases zero."""
-    if len(tensor.shape) >= 2:
-        deviation = gain / prod(tensor.shape[1:]) ** 0.5
-        drawn = generator(seed, "parameters", tensor.name).standard_normal(tensor.shape, np.float32)
-        return drawn * np.float32(deviation)
-    return np.full(tensor.shape, 1 if tensor.name.endswith("weight") else 0, np.float32)
 
 
 def place(module: nn.Module, tensors: Sequence[Tensor], memory: ReplicaMemory) -> None:

@@ -9,6 +9,7 @@ of a gathered array is this rank's part. The other calls refuse to be differenti
 
 from __future__ import annotations
 
+import atexit
 import os
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
@@ -39,6 +40,10 @@ class Group:
         self._name = name
         self._ranks = ranks
         self._splits = 0
+        if line is not None:
+            atexit.register(self.flush)
+        self._sending: list[tuple[PendingCall, MlxArray]] = []
+        """Messages that nobody may have received yet. The arrays are held, so that their memory stays as it is."""
 
     def rank(self) -> int:
         return 0 if self._line is None else self._line.rank
@@ -69,8 +74,24 @@ class Group:
         return self._line
 
     def start(self, call: GroupCall, *arrays: Array) -> PendingCall:
-        """Start a call on flat arrays, which belong to it until it ends."""
+        """Start a call on flat arrays, which belong to it until it ends. Raise the error of a message that could not
+        be sent."""
+        self._collect([sent[0] for sent in self._sending if sent[0].done()])
         return self.line.start(call, arrays)
+
+    def send(self, array: MlxArray, to: int) -> None:
+        """Start to send an array; the receiver may be late, or be sending to us first."""
+        pending = self.start(GroupCall(operation="send", root=to), read(array))
+        self._sending.append((pending, array))
+
+    def flush(self) -> None:
+        """Wait until all messages have been received."""
+        self._collect([pending for pending, _ in self._sending])
+
+    def _collect(self, ended: list[PendingCall]) -> None:
+        self._sending = [sent for sent in self._sending if not any(sent[0] is pending for pending in ended)]
+        for pending in ended:
+            pending.wait(None)
 
 
 _world: Group | None = None
@@ -132,12 +153,13 @@ def sum_scatter(x: MlxArray, *, group: Group | None = None, stream: object = Non
 
 
 def send(x: MlxArray, dst: int, *, group: Group | None = None, stream: object = None) -> MlxArray:
-    """Send the array to another rank, and return it. The call waits until the array may be reused."""
+    """Send the array to another rank, and return it. The call does not wait for the receiver; the program does, at
+    its end."""
     among = whole(group)
-    call = GroupCall(operation="send", root=_peer(dst, among))
+    to = _peer(dst, among)
 
     def sent(given: MlxArray) -> MlxArray:
-        among.start(call, read(given)).wait(None)
+        among.send(given, to)
         return given
 
     return _differentiable(x, sent, _no_gradient("send"))

@@ -79,6 +79,27 @@ def test_gradients_flow_through_sums_and_gathered_arrays(on_ranks: OnRanks) -> N
         assert rank.value == [[2.0, 4.0], [2.0 * number, 2.0 * number + 1]]
 
 
+EXCHANGE = """
+    rank = dist.init().rank()
+    for number in range(3):
+        dist.send(mx.full((1 << 20,), rank + number), 1 - rank)
+    got = [dist.recv((1 << 20,), mx.int32, 1 - rank) for _ in range(3)]
+    dist.send(mx.arange(4), 1 - rank)
+    if rank:
+        dist.recv((4,), mx.int32, 0)
+        tell([[each.min().item(), each.max().item()] for each in got])
+    else:
+        tell([[each.min().item(), each.max().item()] for each in got])
+        assert dist.recv((4,), mx.int32, 1).tolist() == [0, 1, 2, 3]
+"""
+
+
+def test_ranks_may_all_send_before_they_receive(in_world: InWorld) -> None:
+    first, second = in_world(2, EXCHANGE)
+    assert first == [[number, number] for number in (1, 2, 3)]
+    assert second == [[number, number] for number in (0, 1, 2)]
+
+
 REFUSED = """
     def refusal(call):
         try:

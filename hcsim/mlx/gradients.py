@@ -12,7 +12,7 @@ from typing import Any
 
 import mlx.core as mx
 import msgspec
-from mlx.utils import tree_flatten, tree_unflatten
+from mlx.utils import tree_flatten, tree_map_with_path
 
 from hcsim.calls import Compression, GroupCall, check_compressor
 from hcsim.engine.compression import KeptCompression
@@ -82,15 +82,15 @@ def average_gradients(
         how = _compression(compressor, tensors, last=number == len(buckets) - 1)
         call = GroupCall(operation="all_reduce", op="mean", compression=how)
         started.append((members, together, among.start(call, together.flat)))
-    averages: list[MlxArray] = [None] * len(named)
+    averages: dict[str, MlxArray] = {}
     for members, together, pending in started:
         pending.wait(None)
         ends = list(accumulate(sent[member][1].size for member in members))
         parts = mx.split(together.take((ends[-1],)), ends[:-1])
         for member, part in zip(members, parts, strict=True):
-            _, original = named[member]
-            averages[member] = part.reshape(original.shape).astype(original.dtype)
-    return tree_unflatten([(name, average) for (name, _), average in zip(named, averages, strict=True)])
+            name, original = named[member]
+            averages[name] = part.reshape(original.shape).astype(original.dtype)
+    return tree_map_with_path(lambda name, _: averages[name], gradients)
 
 
 def _compression(

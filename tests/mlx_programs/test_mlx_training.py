@@ -129,6 +129,8 @@ COMPRESSED = """
     plain = flat(dist.average_gradients(gradients, compressor="int8"))
     found["plain int8"] = [float(np.linalg.norm(plain - flat(exact)) / np.linalg.norm(flat(exact))), True, ""]
     assert [each.dtype for _, each in tree_flatten(exact)] == [each.dtype for _, each in tree_flatten(gradients)]
+    numbered = dist.average_gradients({"0": (mx.ones(2), mx.ones(3)), "1": [mx.zeros(1)]})
+    assert [*numbered] == ["0", "1"] and isinstance(numbered["0"], tuple)
     tell(found)
 """
 

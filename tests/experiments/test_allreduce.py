@@ -98,8 +98,8 @@ def test_a_small_run_writes_one_complete_row_per_cell(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["hcsim_tls", "hcsim_tls_tcp", "bare"])
-def test_tls_and_the_bare_ring_are_measured_when_somebody_asks_for_them(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("name", ["hcsim_tls", "hcsim_tls_tcp", "hcsim_mlx", "bare"])
+def test_tls_mlx_programs_and_the_bare_ring_are_measured_when_somebody_asks_for_them(tmp_path: Path, name: str) -> None:
     if reason := PEERS[name].missing():
         pytest.skip(reason)
     output = tmp_path / "rows.json"

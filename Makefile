@@ -56,6 +56,9 @@ $(READY): pyproject.toml constraints.txt setup.py $(wildcard hcsim/compressors/k
 	$(BIN)/python $(NEW_ENOUGH) || { rm -rf .venv && $(PYTHON) -m venv .venv || { rm -rf .venv; exit 1; }; }
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
 		--config-settings editable_mode=compat -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+		--config-settings editable_mode=compat -e '.[mlx]' || \
+		echo "MLX has no wheel for this system: its tests are skipped" >&2
 	touch $@
 
 clean:

@@ -502,15 +502,20 @@ def compare(reports: Mapping[str, HealthReport]) -> list[CheckResult]:
     if not found and len(reports) > 1:
         found.append(CheckResult("versions", "good", f"the same on {len(reports)} machines"))
     for host, report in reports.items():
-        unseen = [
-            name
-            for name, other in reports.items()
-            if name != host and other.facts.announced not in report.facts.sees and _together_s(report, other) > LOOK_S
-        ]
-        if unseen:
+        silent = [name for name, each in reports.items() if name != host and not _hears(report, each)]
+        together_s = {name: _together_s(report, reports[name]) for name in silent}
+        if unheard := [name for name in silent if together_s[name] > LOOK_S]:
             remedy = "the same network and no guest Wi-Fi or client isolation; or name the addresses: [cluster] peers"
-            found.append(CheckResult("multicast", "bad", f"{host} does not hear {', '.join(unseen)}", remedy))
+            found.append(CheckResult("multicast", "bad", f"{host} does not hear {', '.join(unheard)}", remedy))
+        if unsure := [name for name in silent if together_s[name] <= LOOK_S]:
+            least_s = max(0.0, min(together_s[name] for name in unsure))
+            told = f"not known whether {host} hears {', '.join(unsure)}: both looked for only {least_s:.1f} s together"
+            found.append(CheckResult("multicast", "skipped", told, "look for longer: --look '10 s'"))
     return found
+
+
+def _hears(one: HealthReport, other: HealthReport) -> bool:
+    return other.facts.announced in one.facts.sees
 
 
 def _together_s(one: HealthReport, other: HealthReport) -> float:

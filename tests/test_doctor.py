@@ -276,10 +276,12 @@ def test_this_machines_processor_takes_a_right_training_step() -> None:
     assert "GFLOP/s" in finding.found
 
 
-def report(name: str, sees: tuple[str, ...], skew_s: float = 0.0, **versions: str) -> HealthReport:
+def report(
+    name: str, sees: tuple[str, ...], skew_s: float = 0.0, looked_s: tuple[float, float] = (1.0, 9.0), **versions: str
+) -> HealthReport:
     known = {"hcsim": "0.1.0", "torch": "2.13.0", **versions}
     now_s = time.time() + skew_s
-    return HealthReport(Facts(name, "Darwin 24", "Apple M4", known, now_s, f"{name}-doctor", sees, (1.0, 9.0)), ())
+    return HealthReport(Facts(name, "Darwin 24", "Apple M4", known, now_s, f"{name}-doctor", sees, looked_s), ())
 
 
 def answer(status: int, output: str) -> Ask:
@@ -300,6 +302,16 @@ def test_unlike_versions_and_machines_that_do_not_hear_each_other_are_named() ->
     ]
     assert found[0].found == "0.1.0 on here; 0.0.9 on b.local"
     assert found[2].found == "here does not hear b.local"
+
+
+def test_what_was_looked_for_too_briefly_is_named_as_not_checked() -> None:
+    brief = {"here": report("a", (), looked_s=(1.0, 3.0)), "b": report("b", ("a-doctor",), looked_s=(2.0, 4.0))}
+    _, finding = compare(brief)
+    assert (finding.check, finding.state) == ("multicast", "skipped")
+    assert finding.found == "not known whether here hears b: both looked for only 1.0 s together"
+    assert "--look" in finding.remedy
+    apart = {"here": report("a", (), looked_s=(1.0, 3.0)), "b": report("b", (), looked_s=(5.0, 9.0))}
+    assert [finding.state for finding in compare(apart)[1:]] == ["skipped", "skipped"]
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -38,6 +39,11 @@ def errors_told() -> Iterator[None]:
         status, words = FAILED, f"there is not enough memory for this: {error}".removesuffix(" for this: ")
     except KeyboardInterrupt:
         status, words = INTERRUPTED, ""
+    except BrokenPipeError:
+        from hcsim.cli.screen import UNREAD
+
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (Python would try once more when it ends)
+        raise typer.Exit(UNREAD) from None
     from hcsim.cli.screen import complain, note
 
     if words:

@@ -27,6 +27,19 @@ if TYPE_CHECKING:
 _LONGEST = 10_000
 """The longest message that is shown. A part of it may come from another machine."""
 _LONGEST_CELL = 100
+UNREAD = 141
+"""The exit status that shells use for a program whose output nobody reads any more, as in `hcsim doctor | head -1`."""
+
+
+class Screen(Console):
+    """A console whose reader may go away: the program then ends as others in a pipeline do."""
+
+    def on_broken_pipe(self) -> None:
+        """End with a status of its own: 1 would say that something had failed."""
+        try:
+            super().on_broken_pipe()
+        except SystemExit:
+            raise SystemExit(UNREAD) from None
 
 
 def _text(message: str) -> Text:
@@ -42,23 +55,23 @@ def cell(content: str) -> str:
 
 def complain(message: str) -> None:
     """Show an error."""
-    console = Console(stderr=True, soft_wrap=True)
+    console = Screen(stderr=True, soft_wrap=True)
     console.print(Text.assemble(("error: ", "bold red"), _text(message)))
 
 
 def note(message: str) -> None:
     """Show a message that is not a result."""
-    Console(stderr=True, soft_wrap=True).print(_text(message))
+    Screen(stderr=True, soft_wrap=True).print(_text(message))
 
 
 def say(line: str) -> None:
     """Show a line of the result."""
-    Console(soft_wrap=True).print(_text(line))
+    Screen(soft_wrap=True).print(_text(line))
 
 
 def show(table: Table) -> None:
     """Show a table of the result verbatim: [fd00::2] is not markup, and the :a: of an address is not an emoji."""
-    Console(markup=False, emoji=False).print(table)
+    Screen(markup=False, emoji=False).print(table)
 
 
 def scenarios(*, stderr: bool = False) -> None:
@@ -68,7 +81,7 @@ def scenarios(*, stderr: bool = False) -> None:
     table = Table(box=None, pad_edge=False, show_header=False)
     for name, path in shipped_scenarios().items():
         table.add_row(name, parse_scenario(path.read_text(encoding="utf-8"), str(path)).description)
-    Console(stderr=stderr).print(table)
+    Screen(stderr=stderr).print(table)
 
 
 class ProgressLine:
@@ -77,7 +90,7 @@ class ProgressLine:
     def __init__(self, what: str, count: int) -> None:
         self._what = what
         self._count = count
-        self._console = Console(stderr=True, soft_wrap=True)
+        self._console = Screen(stderr=True, soft_wrap=True)
         self._status: Status | None = self._console.status("starting") if self._console.is_terminal else None
 
     def __enter__(self) -> ProgressLine:

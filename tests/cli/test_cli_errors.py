@@ -165,6 +165,14 @@ def test_a_full_disk_is_told_plainly(option: tuple[str, ...]) -> None:
     assert "Traceback" not in ended.stderr
 
 
+def test_a_program_whose_output_nobody_reads_ends_as_one_in_a_pipeline_does() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as unread:
+        ended = hcsim_process("list", "scenarios", stdout=unread)
+    assert (ended.returncode, ended.stderr) == (141, "")
+
+
 @pytest.mark.slow
 def test_a_disk_that_is_full_ends_a_cluster_with_nothing_more_to_say(tmp_path: Path) -> None:
     def little_room() -> None:

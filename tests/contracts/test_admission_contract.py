@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import itertools
 from typing import Any
 
 import numpy as np
@@ -12,94 +10,16 @@ import pytest
 
 from hcsim import Group
 from hcsim.errors import AdmissionRefused, ChannelBroken, ChannelClosed, ChannelError, DeadlineExceeded, PeerRefused
-from hcsim.identity.handshake import MAX_MESSAGE_BYTES, Credentials, Handshake, HandshakeRole
-from hcsim.identity.keys import ClusterSecret, NodeKey
+from hcsim.identity.handshake import MAX_MESSAGE_BYTES, Handshake, HandshakeRole
+from hcsim.identity.keys import ClusterSecret
 from hcsim.identity.trust_list import RefusalReason
-from hcsim.rng import stream
 from hcsim.runtime.frame import Header, Kind
 from hcsim.runtime.host import PeerCheck
+from hcsim.selftest.arena import Arena
+from hcsim.selftest.contracts import OURS, allocate, listening, member
 from hcsim.transport import admission
 from hcsim.transport.admission import AdmissionOutcome, AdmittedHost
 from hcsim.transport.groups import GroupMembership
-from tests.contracts.conftest import Arena
-
-OURS, THEIRS = ClusterSecret(bytes(range(16))), ClusterSecret(bytes(range(1, 17)))
-_machines = itertools.count()
-
-
-def member(name: str, secret: ClusterSecret = OURS, boot: int = 1) -> Credentials:
-    draws = stream(1, "fresh", next(_machines)).randbytes  # two with one name are two machines with one key
-    return Credentials(NodeKey(hashlib.sha256(name.encode()).digest()), secret, boot, draws)
-
-
-def allocate(header: Header) -> None:
-    return None
-
-
-async def listening(
-    arena: Arena, host: Any, credentials: Credentials, verdicts: list[AdmissionOutcome] | None = None
-) -> Any:
-    observer = None if verdicts is None else verdicts.append
-    return await AdmittedHost(host, credentials, observer).listen(arena.address(host))
-
-
-def test_members_know_each_other_and_talk(arena: Arena) -> None:
-    async def body(left: Any, right: Any) -> None:
-        seen: list[AdmissionOutcome] = []
-        listener = await listening(arena, right, member("right", boot=5), seen)
-        client = await AdmittedHost(left, member("left", boot=9), seen.append).connect(listener.address)
-        server = await listener.accept()
-        assert client.identity == member("right").key.node_id
-        assert server.identity == member("left").key.node_id
-        assert sorted((verdict.node, verdict.boot) for verdict in seen) == sorted(
-            [(client.identity, 5), (server.identity, 9)]
-        )
-        for sender, receiver in ((client, server), (server, client)):
-            await sender.send(Header(4, step=3), memoryview(b"data"))
-            header, payload = await receiver.recv(allocate)
-            assert (header.step, bytes(payload)) == (3, b"data")
-        await client.close()
-        with pytest.raises(ChannelBroken):
-            await server.recv(allocate)
-        await server.close()
-        await listener.close()
-
-    arena.run(body)
-
-
-@pytest.mark.parametrize(
-    ("caller", "reason", "words"),
-    [
-        (member("left", THEIRS), RefusalReason.OTHER_CLUSTER, "another cluster"),
-        (member("right", boot=77), RefusalReason.COPIED_IDENTITY, "node_key was copied"),
-    ],
-)
-def test_who_is_refused_hears_why_and_so_does_who_refuses(
-    arena: Arena, caller: Credentials, reason: RefusalReason, words: str
-) -> None:
-    async def body(left: Any, right: Any) -> None:
-        seen: list[AdmissionOutcome] = []
-        listener = await listening(arena, right, member("right"), seen)
-        accepting = asyncio.ensure_future(listener.accept())
-        with pytest.raises(AdmissionRefused, match=f"refused us: .*{words}") as refused:
-            await AdmittedHost(left, caller, seen.append).connect(listener.address)
-        assert refused.value.reason == reason.name
-        async with left.clock.timeout(5):  # who refuses writes it down after saying it
-            while len(seen) < 2:
-                await left.clock.sleep(0.001)
-        assert [verdict.reason for verdict in seen] == [reason, reason]
-        assert any(verdict.text.startswith("we refused") and words in verdict.text for verdict in seen)
-        name = "hcsim_admission_refusals_total"
-        counted = [host.metrics.value(name, reason=reason.name.lower()) for host in (left, right)]
-        assert counted == [0, 1]
-
-        honest = await AdmittedHost(left, member("honest")).connect(listener.address)
-        assert (await accepting).identity == member("honest").key.node_id  # nobody came before it
-        await honest.close()
-        await (await accepting).close()
-        await listener.close()
-
-    arena.run(body)
 
 
 def test_a_listener_of_another_cluster_is_not_trusted_either(arena: Arena) -> None:
@@ -112,24 +32,6 @@ def test_a_listener_of_another_cluster_is_not_trusted_either(arena: Arena) -> No
         with pytest.raises(AdmissionRefused) as refused:
             await AdmittedHost(left, member("left")).connect(listener.address)
         assert refused.value.reason == RefusalReason.WRONG_SECRET.name
-        await listener.close()
-
-    arena.run(body)
-
-
-def test_nothing_gets_through_without_a_handshake(arena: Arena) -> None:
-    async def body(left: Any, right: Any) -> None:
-        seen: list[AdmissionOutcome] = []
-        listener = await listening(arena, right, member("right"), seen)
-        for kind, data in ((Kind.DATA, b"tensor"), (Kind.HELLO, b"hello"), (Kind.CONTROL, bytes(107)), (Kind.BYE, b"")):
-            stranger = await left.connect(listener.address)
-            await stranger.send(Header(len(data), kind), memoryview(data))
-            header, payload = await stranger.recv(allocate)
-            assert (header.kind, bytes(payload)) == (Kind.HELLO, bytes([3, RefusalReason.MALFORMED]))
-            with pytest.raises(ChannelBroken):
-                await stranger.recv(allocate)
-            await stranger.close()
-        assert [verdict.reason for verdict in seen] == [RefusalReason.MALFORMED] * 4
         await listener.close()
 
     arena.run(body)

@@ -4,47 +4,28 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import suppress
-from functools import lru_cache
+from functools import partial
 
 import numpy as np
 import pytest
 
 from hcsim.errors import ChannelBroken, ChannelClosed, RemoteProtocolError, UsageError
 from hcsim.real import message_channel, stream_channel
-from hcsim.runtime.channel import Channel, Fold, Leg
+from hcsim.runtime.channel import Leg
 from hcsim.runtime.frame import Header, Kind
-
-KIB, MIB = 2**10, 2**20
-BEYOND_BUFFERS = 33 * MIB
-
-
-@lru_cache(maxsize=8)
-def pattern(size_bytes: int, salt: int = 0) -> memoryview:
-    """Bytes that tell a shifted or mixed-up payload from the right one.
-
-    `np.array_equal` compares large ones: memoryviews do it byte by byte."""
-    period = bytes((salt + 7 * i) % 251 for i in range(251))
-    return memoryview((period * (size_bytes // 251 + 1))[:size_bytes])
+from hcsim.selftest import contracts
+from hcsim.selftest.contracts import BEYOND_BUFFERS, KIB, MIB, allocate, pattern, send_numbered
 
 
-def allocate(header: Header) -> None:
-    return None
+@pytest.mark.quick_cases(14)
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("floats", [1, 500, 16 * KIB, 32 * KIB - 1, 32 * KIB, 32 * KIB + 1, 1_000_003])
+def test_floats_are_added_on_the_way_or_left_beside_to_be_added(arena, dtype, floats):
+    arena.run(partial(contracts.floats_are_added_on_the_way, arena, dtype=dtype, floats=floats))
 
 
-async def send_numbered(channel: Channel, count: int, size_bytes: int, *, sender: int = 0) -> None:
-    for step in range(count):
-        await channel.send(Header(size_bytes, sender=sender, step=step), pattern(size_bytes, sender + step))
-
-
-def test_frames_arrive_in_the_order_in_which_they_were_sent(arena):
-    async def body(left, right):
-        client, server = await arena.channels(left, right)
-        sending = left.spawn(send_numbered(client, 300, 100), name="sender")
-        steps = [(await server.recv(allocate))[0].step for _ in range(300)]
-        await sending
-        assert steps == list(range(300))
-
-    arena.run(body)
+def test_long_frames_of_several_senders_do_not_mix(arena):
+    arena.run(partial(contracts.senders_take_turns, arena, count=3, size_bytes=9 * MIB))
 
 
 def test_both_ends_tell_the_same_two_addresses_which_are_those_of_interfaces(arena):
@@ -75,20 +56,6 @@ def test_every_field_of_the_header_arrives(arena):
     arena.run(body)
 
 
-@pytest.mark.parametrize("size_bytes", [0, 1, 55, 56, 57, 4 * KIB, 64 * KIB - 1, 64 * KIB, 64 * KIB + 1, MIB])
-def test_a_payload_of_any_size_arrives_whole(arena, size_bytes):
-    async def body(left, right):
-        client, server = await arena.channels(left, right)
-        sending = left.spawn(send_numbered(client, 3, size_bytes), name="sender")
-        for step in range(3):
-            header, payload = await server.recv(allocate)
-            assert header.length == size_bytes
-            assert payload == pattern(size_bytes, step)
-        await sending
-
-    arena.run(body)
-
-
 def test_33_mib_arrive_as_many_frames(arena):
     async def body(left, right):
         client, server = await arena.channels(left, right)
@@ -107,17 +74,6 @@ def test_33_mib_arrive_as_many_frames(arena):
             received_bytes += header.length
         await sending
         assert np.array_equal(arrived, whole)
-
-    arena.run(body)
-
-
-def test_one_frame_of_33_mib_arrives(arena):
-    async def body(left, right):
-        client, server = await arena.channels(left, right)
-        sending = left.spawn(send_numbered(client, 1, 33 * MIB), name="sender")
-        _, payload = await server.recv(allocate)
-        await sending
-        assert np.array_equal(payload, pattern(33 * MIB))
 
     arena.run(body)
 
@@ -150,20 +106,6 @@ def test_a_sender_that_nobody_reads_stops_and_goes_on_when_reading_resumes(arena
             assert header.step == step
         await flooding
         assert sent == count
-
-    arena.run(body)
-
-
-def test_two_who_both_send_more_than_buffers_hold_before_either_receives_wait_for_each_other(arena):
-    async def body(left, right):
-        ends = await arena.channels(left, right)
-        payload = pattern(BEYOND_BUFFERS)
-        sending = [left.spawn(end.send(Header(len(payload)), payload), name="sender") for end in ends]
-        await left.clock.sleep(0.5)
-        assert not any(task.done() for task in sending)
-        came = await asyncio.gather(*(end.recv(allocate) for end in ends))
-        assert all(np.array_equal(arrived, payload) for _, arrived in came)
-        await asyncio.gather(*sending)
 
     arena.run(body)
 
@@ -309,39 +251,6 @@ def test_a_payload_waits_until_its_place_is_known(arena):
         header, _ = await receiving
         assert (header.step, bytes(tensor)) == (1, b"data")
         assert bytes((await server.recv(lambda _: None))[1]) == b"next"
-
-    arena.run(body)
-
-
-@pytest.mark.quick_cases(14)
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-@pytest.mark.parametrize("floats", [1, 500, 16 * KIB, 32 * KIB - 1, 32 * KIB, 32 * KIB + 1, 1_000_003])
-def test_floats_are_added_on_the_way_or_left_beside_to_be_added(arena, dtype, floats):
-    """Several frames in a row: what comes behind one is no part of it."""
-
-    async def body(left, right):
-        client, server = await arena.channels(left, right)
-        sent = [np.random.default_rng(step).standard_normal(floats).astype(dtype) for step in range(3)]
-        ours = np.random.default_rng(9).standard_normal(floats).astype(dtype)
-        expected = ours.copy()
-
-        async def send_all():
-            for step, values in enumerate(sent):
-                await client.send(Header(values.nbytes, step=step), values.view(np.uint8).data)
-
-        sending = left.spawn(send_all(), name="sender")
-        into, room = ours.view(np.uint8).data, memoryview(bytearray(ours.nbytes))
-        fold = Fold(into, room, ours.dtype.char)
-        for values in sent:
-            before = ours.copy()
-            _, payload = await server.recv(lambda _: fold)
-            if payload is not into:
-                assert payload is room
-                np.testing.assert_array_equal(ours, before)
-                ours += np.frombuffer(room, dtype)
-            expected += values
-            np.testing.assert_array_equal(ours, expected)
-        await sending
 
     arena.run(body)
 
@@ -593,25 +502,6 @@ def test_both_directions_flow_at_once(arena):
     arena.run(body)
 
 
-@pytest.mark.parametrize(("count", "size_bytes"), [(20, 200 * KIB), (3, 9 * MIB)])
-def test_several_senders_do_not_mix_their_frames(arena, count, size_bytes):
-    senders = 5
-
-    async def body(left, right):
-        client, server = await arena.channels(left, right)
-        for sender in range(senders):
-            left.spawn(send_numbered(client, count, size_bytes, sender=sender), name=f"sender {sender}")
-        next_step = [0] * senders
-        for _ in range(senders * count):
-            header, payload = await server.recv(allocate)
-            assert header.step == next_step[header.sender]
-            assert np.array_equal(payload, pattern(size_bytes, header.sender + header.step))
-            next_step[header.sender] += 1
-        assert next_step == [count] * senders
-
-    arena.run(body)
-
-
 def test_a_channel_that_we_closed_says_so(arena):
     async def body(left, right):
         client, _ = await arena.channels(left, right)
@@ -644,24 +534,6 @@ def test_closing_wakes_our_own_tasks(arena):
         for task in (receiving, flooding):
             with pytest.raises(ChannelClosed):
                 await task
-
-    arena.run(body)
-
-
-def test_what_was_sent_before_a_close_arrives_and_then_the_end(arena):
-    async def body(left, right):
-        client, server = await arena.channels(left, right)
-        await send_numbered(client, 20, 10_000)
-        await client.close()
-        for step in range(20):
-            header, payload = await server.recv(allocate)
-            assert header.step == step
-            assert payload == pattern(10_000, step)
-        for _ in range(2):
-            with pytest.raises(ChannelBroken) as caught:
-                await server.recv(allocate)
-            assert server.peer in str(caught.value)
-            assert caught.value.peer == server.peer
 
     arena.run(body)
 
@@ -702,21 +574,6 @@ def test_a_sender_finds_out_that_its_peer_has_gone(arena):
             for _ in range(1000):
                 await client.send(Header(MIB), payload)
                 await left.clock.sleep(0.001)
-
-    arena.run(body)
-
-
-def test_cancelling_a_wait_for_a_frame_loses_nothing(arena):
-    async def body(left, right):
-        client, server = await arena.channels(left, right)
-        for step in range(5):
-            with pytest.raises(TimeoutError):
-                async with right.clock.timeout(0.01):
-                    await server.recv(allocate)
-            await client.send(Header(1000, step=step), pattern(1000, step))
-            header, payload = await server.recv(allocate)
-            assert header.step == step
-            assert payload == pattern(1000, step)
 
     arena.run(body)
 

@@ -25,9 +25,9 @@ from experiments.soak.schedule import CALM_EVERY, PROFILES, WARM_UP, Profile
 from experiments.soak.task import Paced
 from experiments.soak.virtual import simulate
 from hcsim.config import parse_scenario
+from hcsim.selftest.script import train
 from tests.real.namespaces import obstacle
 from tests.switches import on_switch
-from tests.training.elastic.script import train
 
 LEAST_PERIODS = WARM_UP + CALM_EVERY
 

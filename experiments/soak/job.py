@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from experiments.soak.task import NAME
-from tests.training.elastic.script import SEED
+from hcsim.selftest.script import SEED
 
 NAMES = ("a", "b", "c", "d")
 TIMEOUT_S = 4.0

@@ -17,6 +17,7 @@ from hcsim.launch.virtual import Outcome
 from hcsim.launch.virtual_cluster import simulate_cluster
 from hcsim.node import ClusterJob, train_as_member
 from hcsim.runtime.address import address_at
+from hcsim.selftest.script import SEED, train
 from hcsim.telemetry.trace import Event
 from hcsim.training.run import Report
 from hcsim.units import PositiveSeconds, Seconds
@@ -24,7 +25,6 @@ from hcsim.virtual.host import VirtualHost
 from hcsim.virtual.links import ResourceGraph
 from hcsim.virtual.world import World
 from tests.switches import on_switch
-from tests.training.elastic.script import SEED, train
 
 ABC = ("a", "b", "c")
 PORTS = (52415, 52416)

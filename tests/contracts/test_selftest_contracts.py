@@ -6,8 +6,11 @@ import asyncio
 
 import pytest
 
+from hcsim.collectives.algorithms import PLANNERS
+from hcsim.collectives.plan import Plan, Shape
 from hcsim.runtime.host import Host
-from hcsim.selftest.arena import Arena, TlsArena
+from hcsim.selftest.arena import Arena, RealArena, SharedArena, TlsArena, VirtualArena
+from hcsim.selftest.collectives import check_collectives, digests_of
 from hcsim.selftest.contracts import CONTRACTS, Contract, ContractBroken, check_contracts, require
 
 EACH = [contract for contracts in CONTRACTS.values() for contract in contracts]
@@ -42,3 +45,18 @@ def test_an_error_of_the_channel_is_named_with_its_contract(arena: Arena) -> Non
 
     with pytest.raises(ContractBroken, match="nobody is there: "):
         check_contracts(arena, (nobody_is_there,))
+
+
+@pytest.mark.parametrize("kind", [RealArena, pytest.param(SharedArena, marks=pytest.mark.slow)])
+def test_every_collective_has_the_bits_of_the_simulated_world(kind: type[RealArena]) -> None:
+    assert check_collectives(kind, worlds=(4,)) == sum(map(len, PLANNERS.values()))
+
+
+def test_a_collective_with_another_result_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def backwards(rank: int, shape: Shape) -> Plan:
+        mine = PLANNERS["broadcast"]["tree"](rank, shape)
+        return mine if rank == shape.root else Plan(())
+
+    monkeypatch.setitem(PLANNERS["broadcast"], "nothing", backwards)
+    with pytest.raises(ContractBroken, match="broadcast by nothing, rank . of 2: 10007 of 10007 elements are wrong"):
+        digests_of(VirtualArena(("a", "b")), 2)

@@ -13,9 +13,9 @@ from pathlib import Path
 
 from hcsim.config import load_scenario
 from hcsim.real.keys import load_node_key, new_secret, save_secret
+from hcsim.selftest.script import SEED, train
 from tests.real.namespaces import Lan, Machine, Process, lan
 from tests.switches import on_switch
-from tests.training.elastic.script import SEED, train
 
 SLOW_KBIT = 256
 """A step of the job then takes about a quarter of a second, nearly all of it in the reduction."""

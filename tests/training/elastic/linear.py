@@ -12,10 +12,10 @@ from itertools import pairwise
 import numpy as np
 
 from hcsim.rng import generator
+from hcsim.selftest.script import SEED
 from hcsim.training.data import Batches
 from hcsim.training.layout import Layout
 from hcsim.training.task import Block, Defaults, Indices, Score
-from tests.training.elastic.script import SEED
 
 SAMPLES = 4096
 SHAPES = ((("w", (20, 12)),), (("v", (33,)), ("u", (6, 9))))

@@ -14,6 +14,7 @@ from hcsim.config import Training
 from hcsim.errors import ConfigError
 from hcsim.real.hardware import FileStore
 from hcsim.runtime.host import Host
+from hcsim.selftest.script import train
 from hcsim.training.elastic.checkpoint import CheckpointOrigin, CheckpointWriter, decode, encode, in_store
 from hcsim.training.elastic.transfer import StateArrays
 from hcsim.training.tasks import task
@@ -21,7 +22,6 @@ from hcsim.units import PositiveSeconds
 from hcsim.virtual.hardware import VirtualStore
 from hcsim.virtual.world import World
 from tests.switches import on_switch
-from tests.training.elastic.script import train
 
 SWITCH = on_switch("ab", rate="10 Mb/s", latency="0.5 ms")
 CONVEX = Training(task="convex", steps=8, timeout_s=PositiveSeconds(0.5))

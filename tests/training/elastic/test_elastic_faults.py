@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from hcsim.config import AnyFault, Crash, Partition, Pause, Reset, Training, load_scenario
+from hcsim.selftest.script import Outcome, train, without_faults
 from hcsim.training.run import Report
 from hcsim.units import PositiveSeconds, Seconds
 from tests.switches import on_switch
-from tests.training.elastic.script import Outcome, train, without_faults
 
 SWITCH = on_switch("abcde", rate="10 Mb/s", latency="0.5 ms")
 """A step takes about 20 ms, most of it in the reduction; the vote takes 3 ms."""

@@ -15,13 +15,13 @@ from hcsim.compressors.registry import make
 from hcsim.config import AnyFault, Crash, Pause, Reset, Training
 from hcsim.errors import ConfigError, NotFinite
 from hcsim.runtime.host import Host
+from hcsim.selftest.script import Cluster, Outcome, train
 from hcsim.training.elastic.checkpoint import CheckpointWriter, in_store
 from hcsim.training.run import Report
 from hcsim.training.tasks import task
 from hcsim.units import PositiveSeconds, Seconds
 from tests.switches import on_switch
 from tests.training.elastic.linear import LAYOUT, ORDER, SLOPES, Linear
-from tests.training.elastic.script import Cluster, Outcome, train
 
 SWITCH = on_switch("abcd", rate="10 Mb/s", latency="0.5 ms")
 SYNC = Training(strategy="parameter_server", steps=8, timeout_s=PositiveSeconds(4))

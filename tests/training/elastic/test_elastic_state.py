@@ -15,6 +15,7 @@ from hcsim.config import AnyFault, Crash, Pause, Reset, Training
 from hcsim.errors import ConfigError, Diverged, TrainingError
 from hcsim.real.hardware import FileStore
 from hcsim.runtime.host import Host
+from hcsim.selftest.script import SEED, Cluster, Outcome, train
 from hcsim.training.data import Batches
 from hcsim.training.elastic.checkpoint import CheckpointWriter, decode, in_store
 from hcsim.training.learner import fingerprint
@@ -23,7 +24,6 @@ from hcsim.training.tasks import task
 from hcsim.units import PositiveSeconds, Seconds
 from tests.switches import on_switch
 from tests.training.elastic.linear import LAYOUT, SLOPES, Linear, means
-from tests.training.elastic.script import SEED, Cluster, Outcome, train
 
 SWITCH = on_switch("abcd", rate="10 Mb/s", latency="0.5 ms")
 LINEAR = Training(steps=8, timeout_s=PositiveSeconds(0.5))

@@ -12,13 +12,13 @@ from hcsim.cluster.membership_source import MemberCheck
 from hcsim.cluster.view import Member, View
 from hcsim.config import Training, load_scenario
 from hcsim.real.host import RealHost, RealOptions
+from hcsim.selftest.script import SEED, train
 from hcsim.training.elastic.member import TrainingExtras
 from hcsim.training.elastic.train import follow, prepare
 from hcsim.training.run import Point, Report, Run
 from hcsim.transport.groups import Wire
 from hcsim.units import PositiveSeconds
 from tests.switches import on_switch
-from tests.training.elastic.script import SEED, train
 
 GUARD_S = 30.0
 CONVEX = Training(task="convex", steps=6, evaluate_every=6, timeout_s=PositiveSeconds(10))

@@ -9,11 +9,11 @@ from msgspec.structs import replace
 from hcsim.cluster.view import Member, View
 from hcsim.config import Training
 from hcsim.runtime.host import Host
+from hcsim.selftest.script import Cluster, Outcome, train
 from hcsim.training.elastic.checkpoint import CheckpointWriter, in_store
 from hcsim.training.elastic.progress import MemberProgress, TrainedView, lineage_digest, most_right
 from hcsim.units import PositiveSeconds
 from tests.switches import on_switch
-from tests.training.elastic.script import Cluster, Outcome, train
 
 SWITCH = on_switch("abc", rate="10 Mb/s", latency="0.5 ms")
 CONVEX = Training(task="convex", steps=12, timeout_s=PositiveSeconds(0.5))

@@ -1,4 +1,4 @@
-"""A conductor that reads from a script: which members each view has, and after which step it ends.
+"""A scripted membership source: which members each view has, and after which step it ends.
 
 It stands in the virtual world beside the hosts and sees what happens to them. So it is the reference too: a run in
 which members go at the same steps by agreement, and without faults, must come to the same parameters.

@@ -397,12 +397,18 @@ def judged_speed(device: str, chip: str, speed: DeviceSpeed) -> CheckResult:
     return CheckResult(f"device {device}", "good", told)
 
 
-def facts_of(system: System, announced: str, sees: Sequence[str], looked_s: tuple[float, float]) -> Facts:
-    """What the machines of a cluster compare."""
+def installed_versions(system: System) -> dict[str, str]:
+    """The versions of Python, of hcsim and of what it computes with."""
     versions = {"python": platform.python_version(), "hcsim": metadata.version("hcsim")}
     for library in LIBRARIES:
         if system.has_module(library):
             versions[library] = metadata.version(library)
+    return versions
+
+
+def facts_of(system: System, announced: str, sees: Sequence[str], looked_s: tuple[float, float]) -> Facts:
+    """What the machines of a cluster compare."""
+    versions = installed_versions(system)
     name = f"{platform.system()} {platform.release()} {platform.machine()}"
     return Facts(host_name(), name, this_chip().name, versions, time.time(), announced, tuple(sees), looked_s)
 

@@ -132,6 +132,24 @@ def doctor(
 
 
 @app.command()
+def selftest(
+    checks: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[CHECK]…", help="Only these, such as channels:tcp, collectives or elastic."),
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+) -> None:
+    """Test whether hcsim does on this machine what it does everywhere else, within five minutes.
+
+    The report has no secrets, and no names of people or machines."""
+    with errors_told():
+        from hcsim.cli import selftest as work
+
+        passed = work.selftest(checks or (), as_json=json)
+    _end(passed)
+
+
+@app.command()
 def dashboard(
     record: Annotated[
         Path | None,

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol
 
+from hcsim.config import Scenario, parse_scenario
 from hcsim.identity.keys import ClusterSecret, NodeKey
 from hcsim.real.tls import ClusterTls
 from hcsim.runtime.channel import Channel, Listener
@@ -60,8 +61,8 @@ class _Hosts:
             async with asyncio.timeout(GUARD_S):
                 return await body(*hosts)
         finally:
-            for channel in self._opened:
-                await channel.close()
+            while self._opened:
+                await self._opened.pop().close()
 
 
 class RealArena(_Hosts):
@@ -144,10 +145,9 @@ class VirtualArena(_Hosts):
 
     def run(self, body: Body) -> Any:
         """Run the body in a world of its own."""
-        from hcsim.config import parse_scenario
         from hcsim.virtual.world import World
 
-        world = World(parse_scenario(self._scenario(), "arena"), sink=self.traced.extend)
+        world = World(self.scenario(), sink=self.traced.extend)
         try:
             return world.run(self._bounded(body, [*map(world.host, self._names)]))
         finally:
@@ -157,18 +157,15 @@ class VirtualArena(_Hosts):
         """Return any free port of the host."""
         return f"{host.name}:0"
 
-    def _scenario(self) -> str:
-        """All on a switch, and the first on the Wi-Fi too."""
+    def scenario(self) -> Scenario:
+        """Return a home with all hosts on a switch, and the first on the Wi-Fi too."""
         links = ['["air", "switch"]'] + ['["switch"]'] * (len(self._names) - 1)
-        nodes = ",\n".join(
+        nodes = ", ".join(
             f'{{ name = "{name}", machine = "M2", links = {link} }}'
             for name, link in zip(self._names, links, strict=True)
         )
-        return f"""
-name = "arena"
-medium = [{{ kind = "wifi", name = "air" }}, {{ kind = "ethernet", name = "switch", rate = "10 Gb/s" }}]
-node = [{nodes}]
-"""
+        media = '{ kind = "wifi", name = "air" }, { kind = "ethernet", name = "switch", rate = "10 Gb/s" }'
+        return parse_scenario(f'name = "arena"\nmedium = [{media}]\nnode = [{nodes}]', "arena")
 
 
 ARENAS: dict[str, Callable[[], Arena]] = {

@@ -58,5 +58,5 @@ def test_a_collective_with_another_result_is_named(monkeypatch: pytest.MonkeyPat
         return mine if rank == shape.root else Plan(())
 
     monkeypatch.setitem(PLANNERS["broadcast"], "nothing", backwards)
-    with pytest.raises(ContractBroken, match="broadcast by nothing, rank . of 2: 10007 of 10007 elements are wrong"):
+    with pytest.raises(ContractBroken, match=r"broadcast by nothing, rank . of 2: 10007 of 10007 elements are wrong"):
         digests_of(VirtualArena(("a", "b")), 2)

@@ -1,19 +1,18 @@
 """Clusters that train in namespaces, and what they should have learned.
 
-A reference run in the virtual world has the same members at the same steps, by agreement and without faults. What a
-real run had is in what its nodes say: "view 7: a, c (b was lost)" and "view 7: training goes on after step 112".
+A reference run in the virtual world has the same members at the same steps, by agreement and without faults.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from hcsim.config import load_scenario
 from hcsim.real.keys import load_node_key, new_secret, save_secret
-from hcsim.selftest.script import SEED, train
+from hcsim.selftest.elastic import digest_of, plan_of, reference, views_of
+from hcsim.selftest.script import SEED
 from tests.real.namespaces import Lan, Machine, Process, lan
 from tests.switches import on_switch
 
@@ -55,9 +54,7 @@ class Together:
         """The parameters' digest, had these been there after so many steps."""
         settings = load_scenario(str(self._job)).training
         assert settings is not None
-        (step, first), *later = plan
-        assert step == 0
-        return train(on_switch([*self.lan.machines]), settings, first=first, plan=later).sha256()
+        return reference(on_switch([*self.lan.machines]), settings, plan)
 
 
 @contextmanager
@@ -78,26 +75,16 @@ def join(*machines: Machine) -> None:
 
 def members(process: Process) -> list[str]:
     """Of the newest view that a node has told of."""
-    return [*_views(process).values()][-1]
+    return [*views_of(process.lines).values()][-1]
 
 
 def plan(witness: Process) -> list[tuple[int, list[str]]]:
     """Who was there after so many steps, as a node saw it that was there all the time."""
-    views = _views(witness)
-    steps: dict[int, list[str]] = {}
-    for line in witness.lines:
-        if found := re.match(r"view (\d+): training (?:begins|goes on after step (\d+))", line):
-            steps[int(found[2] or 0)] = views[int(found[1])]
-    return sorted(steps.items())
+    return plan_of(witness.lines)
 
 
 def digest(process: Process) -> str:
     """Of the parameters that a node ended with."""
-    found = re.search(r"^parameters sha256 (\w+)", process.text, re.MULTILINE)
+    found = digest_of(process.lines)
     assert found is not None, process.text
-    return found[1]
-
-
-def _views(process: Process) -> dict[int, list[str]]:
-    found = [re.match(r"view (\d+): ([\w, ]+) \(", line) for line in process.lines]
-    return {int(each[1]): each[2].split(", ") for each in found if each is not None}
+    return found

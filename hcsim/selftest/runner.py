@@ -1,0 +1,162 @@
+"""Runs each check in a process of its own, within a time limit, and makes a report without names of people.
+
+A check that hangs, or that ends its process, costs one line of the report. All processes that a check has started end
+with it: they are in one process group, which is killed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import getpass
+import os
+import platform
+import re
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+from hcsim.doctor import CheckState, ThisSystem, installed_versions
+from hcsim.real.hardware import this_chip
+from hcsim.real.interfaces import host_name, list_interfaces
+from hcsim.runtime.host import Medium
+
+ALL_S = 300.0
+"""The time limit of all checks together."""
+_LONGEST = 400
+
+
+class Verdict(msgspec.Struct, frozen=True):
+    """What a check's process says."""
+
+    state: CheckState
+    found: str
+
+
+class SelftestResult(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One line of the report."""
+
+    check: str
+    state: CheckState
+    found: str
+    seconds: float
+    remedy: str = ""
+
+
+class MachineFacts(msgspec.Struct, frozen=True):
+    """What a reader of the report has to know of the machine."""
+
+    system: str
+    chip: str
+    memory_bytes: int | None
+    processors: int | None
+    versions: dict[str, str]
+    interfaces: tuple[str, ...]
+    """Their media, without names and addresses."""
+
+    @classmethod
+    def here(cls) -> MachineFacts:
+        """Return those of this machine."""
+        macos = platform.mac_ver()[0]
+        system = f"macOS {macos}" if macos else f"{platform.system()} {platform.release()}"
+        chip = this_chip()
+        media = tuple(each.medium.value for each in list_interfaces() if each.medium is not Medium.LOOPBACK)
+        return cls(
+            f"{system}, {platform.machine()}",
+            chip.name,
+            chip.memory_bytes,
+            os.cpu_count(),
+            installed_versions(ThisSystem()),
+            media,
+        )
+
+
+class SelftestReport(msgspec.Struct, frozen=True):
+    """What `hcsim selftest --json` prints of one machine."""
+
+    facts: MachineFacts
+    results: tuple[SelftestResult, ...]
+
+    @property
+    def passed(self) -> bool:
+        """Whether nothing is bad."""
+        return all(result.state != "bad" for result in self.results)
+
+
+class Planned(msgspec.Struct, frozen=True):
+    """A check to be run."""
+
+    name: str
+    command: tuple[str, ...]
+    limit_s: float
+    remedy: str
+
+    @classmethod
+    def of(cls, name: str) -> Planned:
+        """Return the check of that name."""
+        from hcsim.selftest.checks import CHECKS
+
+        check = CHECKS[name]
+        return cls(name, (sys.executable, "-m", "hcsim.selftest", name), check.limit_s, check.remedy)
+
+
+async def run_checks(planned: Sequence[Planned], all_s: float = ALL_S) -> AsyncIterator[SelftestResult]:
+    """Run the checks one after the other, and yield each result."""
+    until_s = time.monotonic() + all_s
+    for each in planned:
+        limit_s = min(each.limit_s, until_s - time.monotonic())
+        if limit_s <= 0:
+            yield SelftestResult(each.name, "bad", f"not begun: {all_s:g} s were over", 0.0, each.remedy)
+            continue
+        began_s = time.monotonic()
+        verdict = await _run(each.command, limit_s)
+        remedy = each.remedy if verdict.state == "bad" else ""
+        took_s = round(time.monotonic() - began_s, 2)
+        yield SelftestResult(each.name, verdict.state, anonymous(verdict.found)[:_LONGEST], took_s, remedy)
+
+
+async def _run(command: Sequence[str], limit_s: float) -> Verdict:
+    process = await asyncio.create_subprocess_exec(
+        *command, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+        start_new_session=True,
+    )  # fmt: skip
+    try:
+        async with asyncio.timeout(limit_s):
+            output, errors = await process.communicate()
+    except TimeoutError:
+        return Verdict("bad", f"did not end within {limit_s:g} s")
+    finally:
+        with suppress(ProcessLookupError, PermissionError):  # macOS forbids it for a group of processes that have ended
+            os.killpg(process.pid, signal.SIGKILL)
+        await process.wait()
+    last = (output.decode(errors="replace").strip().splitlines() or [""])[-1]
+    try:
+        return msgspec.json.decode(last, type=Verdict)
+    except (ValueError, msgspec.MsgspecError):
+        said = (errors.decode(errors="replace").strip().splitlines() or ["it said nothing"])[-1]
+        return Verdict("bad", f"its process {_ended(process.returncode or 0)}: {said}")
+
+
+def _ended(status: int) -> str:
+    if status >= 0:
+        return f"ended with status {status}"
+    try:
+        return f"was ended by {signal.Signals(-status).name}"
+    except ValueError:
+        return f"was ended by signal {-status}"
+
+
+def anonymous(text: str) -> str:
+    """Return the text without the names of this machine and of its user."""
+    text = text.replace(str(Path.home()), "~")
+    names = {host_name(): "HOST", platform.node(): "HOST"}
+    with suppress(OSError, KeyError):  # no such user
+        names[getpass.getuser()] = "USER"
+    for name, stands_for in names.items():
+        if len(name) > 2 and name not in ("root", "localhost"):
+            text = re.sub(rf"\b{re.escape(name)}\b", stands_for, text)
+    return text

@@ -8,7 +8,8 @@ import traceback
 import msgspec
 
 from hcsim.errors import HcsimError
-from hcsim.selftest.checks import CHECKS, NotHere
+from hcsim.selftest.checks import CHECKS
+from hcsim.selftest.contracts import NotHere
 from hcsim.selftest.runner import Verdict
 
 

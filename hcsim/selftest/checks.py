@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from functools import partial
 from importlib.util import find_spec
 
 import msgspec
 
-from hcsim.real.shm.stream import is_possible as can_share_memory
 from hcsim.selftest.arena import Arena, GrpcArena, RealArena, SharedArena, TlsArena, VirtualArena, WebSocketArena
-from hcsim.selftest.contracts import ADMISSION, CHANNELS, CLOCKS, Contract, check_contracts
+from hcsim.selftest.contracts import ADMISSION, CHANNELS, CLOCKS, Contract, NotHere, check_contracts
 
 _REBUILD = "pip install --force-reinstall --no-deps hcsim"
 _REPORT = "please report it with `hcsim selftest --json`"
 _FIREWALL = "a firewall or another program may stand between two programs of this machine; see `hcsim doctor`"
-
-
-class NotHere(Exception):
-    """This machine lacks what the check is for, and need not have it."""
 
 
 class Check(msgspec.Struct, frozen=True):
@@ -35,8 +31,10 @@ def _hold(arena: Callable[[], Arena], contracts: tuple[Contract, ...]) -> str:
 
 
 def _over_shared_memory(check: Callable[[], str]) -> str:
-    if not can_share_memory():
-        raise NotHere("shared memory is not compiled, or HCSIM_SHARED_MEMORY=0: TCP is used instead")
+    if find_spec("hcsim.real.shm.rings") is None:
+        raise NotHere("shared memory was not compiled: TCP is used instead")
+    if os.environ.get("HCSIM_SHARED_MEMORY") == "0":
+        raise NotHere("HCSIM_SHARED_MEMORY=0: TCP is used instead")
     return check()
 
 
@@ -46,7 +44,7 @@ def _over_grpc(check: Callable[[], str]) -> str:
     return check()
 
 
-def _same_collectives(arena: Callable[..., RealArena]) -> str:
+def _same_collectives(arena: Callable[..., Arena]) -> str:
     from hcsim.selftest.collectives import WORLDS, check_collectives
 
     count = check_collectives(arena)

@@ -39,6 +39,10 @@ class ContractBroken(HcsimError):
     """Something that must hold does not."""
 
 
+class NotHere(Exception):
+    """This machine lacks what a check is for, and need not have it."""
+
+
 class Contract(Protocol):
     """Checks one promise on two hosts."""
 
@@ -81,6 +85,11 @@ async def send_numbered(channel: Channel, count: int, size_bytes: int, *, sender
 
 
 # Channels.
+
+
+async def both_ends_say_what_they_go_by(arena: Arena, left: Host, right: Host) -> None:
+    for channel in await arena.channels(left, right):
+        require(channel.carrier == arena.carrier, f"a channel goes by {arena.carrier}, and not by {channel.carrier}")
 
 
 async def frames_arrive_in_order(arena: Arena, left: Host, right: Host) -> None:
@@ -205,6 +214,7 @@ async def a_cancelled_wait_loses_nothing(arena: Arena, left: Host, right: Host) 
 
 
 CHANNELS: tuple[Contract, ...] = (
+    both_ends_say_what_they_go_by,
     frames_arrive_in_order,
     every_size_arrives_whole,
     senders_wait_for_readers,

@@ -26,8 +26,7 @@ from hcsim.compressors.registry import make
 from hcsim.doctor import check_announcing
 from hcsim.real.hardware import FileStore, best_torch_device, training_step_error
 from hcsim.real.host import RealHost, RealOptions
-from hcsim.selftest.checks import NotHere
-from hcsim.selftest.contracts import ContractBroken, require
+from hcsim.selftest.contracts import ContractBroken, NotHere, require
 from hcsim.training.task import Replica
 
 COMPRESSORS = (

@@ -38,14 +38,6 @@ def test_both_ends_tell_the_same_two_addresses_which_are_those_of_interfaces(are
     arena.run(body)
 
 
-def test_both_ends_say_what_they_go_by(arena):
-    async def body(left, right):
-        for channel in await arena.channels(left, right):
-            assert channel.carrier == arena.carrier
-
-    arena.run(body)
-
-
 def test_every_field_of_the_header_arrives(arena):
     async def body(left, right):
         client, server = await arena.channels(left, right)

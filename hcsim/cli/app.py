@@ -113,7 +113,7 @@ def sweep(context: typer.Context) -> None:
 @app.command()
 def doctor(
     hosts: Annotated[
-        list[str] | None, typer.Option(help="Examine that machine too, through ssh; may be repeated, or with commas.")
+        list[str] | None, typer.Option(help="Examine these machines too, through ssh: A,B,… or a hostfile.")
     ] = None,
     device: Annotated[str, typer.Option(help="auto, mps, cuda or cpu.")] = "auto",
     look: Annotated[
@@ -126,8 +126,7 @@ def doctor(
     with errors_told():
         from hcsim.cli import doctor as work
 
-        names = [name.strip() for each in hosts or () for name in each.split(",")]
-        healthy = work.doctor(names, device, look, program, as_json=json)
+        healthy = work.doctor(hosts or (), device, look, program, as_json=json)
     _end(healthy)
 
 

@@ -15,7 +15,7 @@ from rich.text import Text
 from hcsim.cli import screen
 from hcsim.cli.settings import seconds
 from hcsim.doctor import LOOK_S, CheckResult, HealthReport, ThisSystem, ask_by_ssh, compare, examine, examine_host
-from hcsim.errors import ConfigError
+from hcsim.launch.hosts import read_hosts, without_here
 from hcsim.real.hardware import check_torch_device
 
 _LOOK_WITH_OTHERS = "8 s"
@@ -27,9 +27,7 @@ def doctor(hosts: Sequence[str], device: str, look: str | None, program: str, *,
     """Examine this machine and, through ssh, others; return whether nothing is bad."""
     check_torch_device(device)
     look = look or (_LOOK_WITH_OTHERS if hosts else f"{LOOK_S:g} s")
-    for host in hosts:
-        if not host or host.startswith("-"):
-            raise ConfigError(f"--hosts: {host!r} is not the name of a host")
+    hosts = [host.ssh for host in without_here(read_hosts(hosts))[0]]
     reports, between = asyncio.run(_examine_all(hosts, device, look, program))
     if as_json:
         data = {"machines": reports, "between": between} if hosts else reports["here"]

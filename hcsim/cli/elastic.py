@@ -15,8 +15,9 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Coroutine
-from contextlib import suppress
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
@@ -28,11 +29,12 @@ from hcsim.cli.recording import RecordingFiles, recording, show_run
 from hcsim.cli.training import ConsoleReporter, check, fastest_device, tell_outcome
 from hcsim.config import Cluster, Scenario, Training, write_job
 from hcsim.errors import ConfigError
+from hcsim.launch.hosts import HostEntry
 from hcsim.launch.real import RealNode, train_in_cluster
 from hcsim.launch.virtual_cluster import simulate_cluster
 from hcsim.node import ClusterJob
 from hcsim.real.hardware import check_torch_device
-from hcsim.real.interfaces import list_interfaces, reachable_at
+from hcsim.real.interfaces import host_name, list_interfaces, reachable_at
 from hcsim.real.keys import load_secret
 from hcsim.real.ssh import SshProcesses, remotes
 from hcsim.runtime.address import with_port
@@ -40,6 +42,7 @@ from hcsim.telemetry.trace import Sink
 from hcsim.training.run import Point, Report
 from hcsim.training.strategies import check_elastic
 from hcsim.training.tasks import task
+from hcsim.transport.admission_queue import plain
 from hcsim.transport.groups import Wire
 
 _GRACE_S = 30.0
@@ -57,12 +60,14 @@ class Outputs(msgspec.Struct, frozen=True):
     save: Path | None = None
     dashboard: bool = False
     """Whether this machine serves a page of the cluster meanwhile."""
+    log: Path | None = None
+    """Gets the lines of all machines that are started from here."""
 
 
 class RemoteHosts(msgspec.Struct, frozen=True):
     """The machines that are started from here."""
 
-    hosts: tuple[str, ...] = ()
+    hosts: tuple[HostEntry, ...] = ()
     program: str = "hcsim"
     """The name or path of hcsim on those machines."""
 
@@ -117,7 +122,11 @@ def train_for_real(node: RealNode, plan: ClusterJob, outputs: Outputs, others: R
     if task(settings.task).phantom:
         raise ConfigError(f"{settings.task} has shapes and no data: it can be simulated, not trained")
     check_torch_device(node.device)
-    with screen.ProgressLine("step", settings.steps) as progress, recording(RecordingFiles(outputs.trace)) as record:
+    with (
+        MachineLog.at(outputs.log, node.name or host_name()) as written,
+        screen.ProgressLine("step", settings.steps, written) as progress,
+        recording(RecordingFiles(outputs.trace)) as record,
+    ):
         if node.device == "auto":
             node = msgspec.structs.replace(node, device=asyncio.run(fastest_device(settings, progress.news)))
         missing = cluster.needed - 1
@@ -125,6 +134,7 @@ def train_for_real(node: RealNode, plan: ClusterJob, outputs: Outputs, others: R
             progress.waiting([screen.counted(missing, "other node")])
         else:
             progress.news("work begins with this member alone (--nodes); others may join it")
+        written.also_from([host.ssh for host in others.hosts])
         session = _Session(node, plan, progress, outputs.save, record.sink)
         report = asyncio.run(_shown(session.run(others, attended=attended), node, cluster, outputs))
     screen.training_report(settings, f"this node was rank {report.rank} at the end, for real", [report])
@@ -143,6 +153,39 @@ async def _shown(session: Coroutine[Any, Any, Report], node: RealNode, cluster: 
             return await session
     finally:
         session.close()
+
+
+class MachineLog:
+    """A file with the lines of this machine, and of those that were started from here, each with its time and its
+    machine."""
+
+    def __init__(self, file: TextIO | None, name: str) -> None:
+        self._file = file
+        self._name = name
+        self._others: tuple[str, ...] = ()
+
+    @classmethod
+    @contextmanager
+    def at(cls, path: Path | None, name: str) -> Iterator[MachineLog]:
+        """Append to the file at this path; with none, nothing is written."""
+        try:
+            file = None if path is None else path.open("a", encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"--set log={path}: cannot be written: {error.strerror}") from None
+        with nullcontext() if file is None else file:
+            yield cls(file, name)
+
+    def also_from(self, hosts: Sequence[str]) -> None:
+        """Lines that begin with one of these names are theirs."""
+        self._others = tuple(f"{host}: " for host in hosts)
+
+    def __call__(self, text: str) -> None:
+        """Write a line."""
+        if self._file is not None:
+            time = datetime.now().astimezone().isoformat(timespec="seconds")
+            whose = "" if text.startswith(self._others) and self._others else f"{self._name}: "
+            self._file.write(f"{time} {whose}{plain(text)}\n")
+            self._file.flush()
 
 
 class _Session:
@@ -203,9 +246,12 @@ class _Session:
             "wire.segment": f"{wire.segment_bytes} B",
         }
         given = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
+        commands = {}
         for host in others.hosts:
-            command = (others.program, "run", "--real", "-", *given)
-            await started.start(host, command, f"{job}{END_OF_JOB}\n")
+            at = ("--set", f"at={json.dumps(host.ips)}") if host.ips else ()
+            commands[host.ssh] = (others.program, "run", "--real", "-", *given, *at)
+        if commands:
+            await started.start_all(commands, f"{job}{END_OF_JOB}\n")
 
     async def _train(self) -> Report:
         return await train_in_cluster(

@@ -87,7 +87,7 @@ class RunOptions(msgspec.Struct, frozen=True):
     steps: Annotated[Number, _option("How many steps are trained.", metavar="N")] = None
     seed: Seed = None
     set: Set = None
-    hosts: Annotated[Text, _option("Real: machines to start the same on, over ssh.", metavar="A,B,…")] = None
+    hosts: Annotated[Text, _option("Real: machines to start the same on, over ssh.", metavar="A,B,…|FILE")] = None
     state: Annotated[File, _option("Real: a folder for what outlives a crash.", metavar="FOLDER")] = None
     save: Save = None
     trace: Trace = None

@@ -171,15 +171,21 @@ def _cluster_for_real(
 ) -> bool:
     """Train with the machines that find each other."""
     from hcsim.cli.elastic import Outputs, RemoteHosts, train_for_real
+    from hcsim.launch.hosts import read_hosts, without_here
     from hcsim.node import ClusterJob
 
-    others = RemoteHosts(_hosts(options.hosts))
+    listed = read_hosts([options.hosts]) if options.hosts is not None else ()
+    there, us = without_here(listed)
+    others = RemoteHosts(there)
+    for host in others.hosts:
+        if host.slots > 1:
+            screen.note(f"{host.ssh}: slots={host.slots} is not used: a machine is one node")
     cluster = settings.take("cluster", (chosen.cluster if chosen else None) or Cluster())
     if cluster.nodes is None and others.hosts:  # those that are started from here are waited for
         cluster = replace(cluster, nodes=1 + len(others.hosts))
     wire = _wire(settings, _WAIT_S)
     names = [name for name in ThisMachine.__struct_fields__ if name != "remote_hcsim" or others.hosts]
-    machine = settings.take("machine", ThisMachine(), names)
+    machine = settings.take("machine", ThisMachine(at=us.ips if us else ()), names)
     here = _here(machine, options.state)
     if training is None:
         raise ConfigError(
@@ -187,10 +193,11 @@ def _cluster_for_real(
             "for one operation among ranks that you start by hand, `hcsim rank --peers`"
         )
     settings.finish({"machine": "with --hosts"})
-    _apart({"--save": options.save, "--trace": options.trace})
+    log = None if machine.log is None else Path(machine.log)
+    _apart({"--save": options.save, "--trace": options.trace, "--set log": log})
     plan = ClusterJob(cluster, training, _seed(options.seed, chosen), wire)
     others = replace(others, program=machine.remote_hcsim)
-    outputs = Outputs(options.trace, options.save, options.dashboard)
+    outputs = Outputs(options.trace, options.save, options.dashboard, log)
     return train_for_real(here, plan, outputs, others, attended=attended)
 
 
@@ -342,14 +349,6 @@ def _metrics_at(text: str | None) -> str | None:
     except ConfigError:
         raise ConfigError(f"--set metrics={text}: give a port, or host:port such as 0.0.0.0:9400") from None
     return address
-
-
-def _hosts(text: str | None) -> tuple[str, ...]:
-    """Return the machines to start from here."""
-    names = tuple(part.strip() for part in text.split(",")) if text is not None else ()
-    if not all(names) or len(set(names)) < len(names):
-        raise ConfigError(f"--hosts {text}: give each machine once, as ssh knows it, such as mini.local,studio.local")
-    return names
 
 
 def _apart(outputs: Mapping[str, Path | None]) -> None:

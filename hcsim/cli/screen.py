@@ -6,7 +6,7 @@ line; each repeat gets a line of its own instead.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -87,9 +87,10 @@ def scenarios(*, stderr: bool = False) -> None:
 class ProgressLine:
     """The progress line."""
 
-    def __init__(self, what: str, count: int) -> None:
+    def __init__(self, what: str, count: int, log: Callable[[str], None] = lambda line: None) -> None:
         self._what = what
         self._count = count
+        self._log = log
         self._console = Screen(stderr=True, soft_wrap=True)
         self._status: Status | None = self._console.status("starting") if self._console.is_terminal else None
 
@@ -131,13 +132,14 @@ class ProgressLine:
 
     def news(self, line: str) -> None:
         """Show an event that stays on the screen."""
+        self._log(line)
         self._console.print(_text(line))
 
     def _show(self, line: str) -> None:
         if self._status is not None:
             self._status.update(_text(line))
         else:
-            self._console.print(_text(line))
+            self.news(line)
 
 
 def report(title: str, job: Job, ranks: int, laps: Sequence[JobRepeat]) -> None:

@@ -58,6 +58,8 @@ class ThisMachine(Table, frozen=True):
     """The device that computes: cpu, mps, cuda, or auto."""
     remote_hcsim: str = "hcsim"
     """The name of the hcsim program on the machines of --hosts."""
+    log: str | None = None
+    """A file for what this machine and those of --hosts say, each line with its time and its machine."""
     metrics: str | None = None
     """A port, or host:port, to serve metrics at; in a virtual run, a file for the hosts' final metrics."""
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import shlex
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 
 from hcsim.errors import ConfigError, HcsimError
@@ -23,6 +23,8 @@ NOT_FOUND = 127
 _REFUSED = 2
 _LINE_LIMIT_BYTES = 1 << 20
 _ATTENTION_S = 5.0
+_OTHERS_S = 12.0
+"""How long a failure is kept back while other machines have neither begun nor failed: longer than ssh tries."""
 
 
 class SshProcesses:
@@ -35,8 +37,19 @@ class SshProcesses:
         self._watching: dict[str, asyncio.Task[None]] = {}
         self._attention: list[asyncio.Task[None]] = []
         self._let_go = False
+        self._begun: dict[str, None] = {}
+        self._failures: dict[str, str] = {}
+        self._all: list[str] = []
+        self._giving_up: asyncio.TimerHandle | None = None
         self.failed: asyncio.Future[HcsimError] = asyncio.get_running_loop().create_future()
-        """Done, with the error, when a program could not start."""
+        """Done, with the error, when programs could not start and the others have begun, or had the time to."""
+
+    async def start_all(self, commands: Mapping[str, Sequence[str]], text: str) -> None:
+        """Run a command on each of these hosts, with this text as input, and tell how far that is."""
+        self._all += commands
+        self._tell(f"starting on {', '.join(commands)}")
+        for host, command in commands.items():
+            await self.start(host, command, text)
 
     async def start(self, host: str, command: Sequence[str], text: str) -> None:
         """Run a command on a host, with this text as input."""
@@ -50,6 +63,8 @@ class SshProcesses:
         except OSError as error:
             raise ConfigError(f"ssh cannot be started: {error.strerror}") from None
         self._processes[host] = process
+        if host not in self._all:
+            self._all.append(host)
         self._watching[host] = asyncio.create_task(self._watch(host, process, command[0]), name=f"output of {host}")
         assert process.stdin is not None
         process.stdin.write(text.encode())
@@ -60,6 +75,8 @@ class SshProcesses:
     def let_go(self) -> None:
         """Close the input of all programs, so that they end in an orderly way."""
         self._let_go = True
+        if self._giving_up is not None:
+            self._giving_up.cancel()
         for attention in self._attention:
             attention.cancel()
         for process in self._processes.values():
@@ -91,6 +108,10 @@ class SshProcesses:
             line = data.decode(errors="replace").rstrip()
             if line == self._sign:
                 begun = True
+                self._begun[host] = None
+                if len(self._all) > 1:
+                    self._tell(f"{host}: has begun ({len(self._begun)} of {len(self._all)})")
+                self._settle()
             else:
                 last = line
                 self._tell(f"{host}: {last}")
@@ -99,10 +120,29 @@ class SshProcesses:
             self._tell(f"{host}: the connection to it is lost; what was started there ends by itself")
             return
         why = _failure(host, program, status, last.rstrip("."), begun or self._let_go)
-        if why and not self.failed.done():
-            self.failed.set_result(HcsimError(why))
+        if why:
+            if len(self._all) > 1:
+                self._tell(f"{host}: has not begun: {why}")
+            self._failures[host] = why
+            self._settle()
         elif status:
             self._tell(f"{host}: ended with status {status}")
+
+    def _settle(self) -> None:
+        """Tell of all that have failed, once no other can any more."""
+        if not self._failures or self.failed.done():
+            return
+        if all(host in self._begun or host in self._failures for host in self._all):
+            self._give_up()
+        elif self._giving_up is None:
+            self._giving_up = asyncio.get_running_loop().call_later(_OTHERS_S, self._give_up)
+
+    def _give_up(self) -> None:
+        if self.failed.done():
+            return
+        whys = [self._failures[host] for host in self._all if host in self._failures]
+        several = f"{len(whys)} of {len(self._all)} machines have not begun:" if len(whys) > 1 else ""
+        self.failed.set_result(HcsimError("\n  ".join(filter(None, (several, *whys)))))
 
 
 @asynccontextmanager

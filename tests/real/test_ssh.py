@@ -48,3 +48,37 @@ def test_one_that_was_let_go_need_not_have_begun(tmp_path: Path, monkeypatch: py
     failed, told = outcome(tmp_path, monkeypatch, "while read line; do :; done; exit 3")
     assert failed == ""
     assert told == ["mini: ended with status 3"]
+
+
+SEVERAL = """
+for host; do case $host in mini|air|studio) break;; esac; done
+case $host in
+    mini) echo "no such file"; exit 2;;
+    air) echo "ssh: Could not resolve hostname air"; exit 255;;
+    studio) echo "..."; while read line; do :; done;;
+esac
+"""
+
+
+def test_of_several_machines_each_that_has_not_begun_is_named_with_its_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ssh = tmp_path / "ssh"
+    ssh.write_text(f"#!/bin/sh\n{SEVERAL}")
+    ssh.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    told: list[str] = []
+
+    async def start() -> str:
+        async with remotes(told.append, SIGN, 60.0) as started:
+            await started.start_all(dict.fromkeys(("mini", "studio", "air"), ("hcsim", "run")), "job\n")
+            return str(await asyncio.wait_for(started.failed, 60.0))
+
+    assert asyncio.run(start()).splitlines() == [
+        "2 of 3 machines have not begun:",
+        "  mini cannot take part: no such file",
+        "  ssh does not get to air: ssh: Could not resolve hostname air; try `ssh air true` until that works",
+    ]
+    assert told[0] == "starting on mini, studio, air"
+    assert "studio: has begun (1 of 3)" in told
+    assert "mini: has not begun: mini cannot take part: no such file" in told

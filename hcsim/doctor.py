@@ -19,17 +19,18 @@ import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from importlib import metadata
 from importlib.util import find_spec
 from typing import Any, Literal, Protocol
 
 import msgspec
 
+from hcsim.cluster.messages import StatusReply
 from hcsim.cluster.probe import DeviceSpeed, measure_speed
+from hcsim.cluster.status_client import StatusClient
 from hcsim.config import CATALOGUE, Cluster
 from hcsim.errors import HcsimError
 from hcsim.loops import how_to_build, missing_loops
-from hcsim.real.hardware import best_torch_device, this_chip, training_step_error
+from hcsim.real.hardware import best_torch_device, installed_versions, system_name, this_chip, training_step_error
 from hcsim.real.host import RealHost, RealOptions
 from hcsim.real.interfaces import host_name, leads_out, list_interfaces, output_of, reachable_at
 from hcsim.real.process import reachable_descriptors
@@ -50,7 +51,6 @@ SHARE_OF_PROFILE = 0.4
 MOST_SKEW_S = 5.0
 LOOK_S = 3.0
 FIREWALL = "/usr/libexec/ApplicationFirewall/socketfilterfw"
-LIBRARIES = ("numpy", "torch", "mlx")
 
 
 class CheckResult(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -397,20 +397,10 @@ def judged_speed(device: str, chip: str, speed: DeviceSpeed) -> CheckResult:
     return CheckResult(f"device {device}", "good", told)
 
 
-def installed_versions(system: System) -> dict[str, str]:
-    """The versions of Python, of hcsim and of what it computes with."""
-    versions = {"python": platform.python_version(), "hcsim": metadata.version("hcsim")}
-    for library in LIBRARIES:
-        if system.has_module(library):
-            versions[library] = metadata.version(library)
-    return versions
-
-
 def facts_of(system: System, announced: str, sees: Sequence[str], looked_s: tuple[float, float]) -> Facts:
     """What the machines of a cluster compare."""
-    versions = installed_versions(system)
-    name = f"{platform.system()} {platform.release()} {platform.machine()}"
-    return Facts(host_name(), name, this_chip().name, versions, time.time(), announced, tuple(sees), looked_s)
+    versions = installed_versions(system.has_module)
+    return Facts(host_name(), system_name(), this_chip().name, versions, time.time(), announced, tuple(sees), looked_s)
 
 
 async def examine(
@@ -492,19 +482,26 @@ async def examine_host(
     return report, []
 
 
-def compare(reports: Mapping[str, HealthReport]) -> list[CheckResult]:
-    """What machines that are to work together differ in."""
+def _unlike_versions(versions: Mapping[str, Mapping[str, str]]) -> list[CheckResult]:
     found = []
-    names = sorted({name for report in reports.values() for name in report.facts.versions})
-    for name in names:
+    for name in sorted({name for each in versions.values() for name in each}):
         by_version: dict[str, list[str]] = {}
-        for host, report in reports.items():
-            by_version.setdefault(report.facts.versions.get(name, "missing"), []).append(host)
+        for host, each in versions.items():
+            by_version.setdefault(each.get(name, "missing"), []).append(host)
         if len(by_version) == 1:
             continue
         told = "; ".join(f"{version} on {', '.join(hosts)}" for version, hosts in by_version.items())
         state: CheckState = "bad" if name == "hcsim" else "warning"
-        found.append(CheckResult(f"version of {name}", state, told, f"pip install the same {name} everywhere"))
+        remedy = f"pip install the same {name} everywhere"
+        if name == "BLAS":
+            remedy = "their results differ in the last bits; to have them alike, install numpy the same way everywhere"
+        found.append(CheckResult(f"version of {name}", state, told, remedy))
+    return found
+
+
+def compare(reports: Mapping[str, HealthReport]) -> list[CheckResult]:
+    """What machines that are to work together differ in."""
+    found = _unlike_versions({host: report.facts.versions for host, report in reports.items()})
     if not found and len(reports) > 1:
         found.append(CheckResult("versions", "good", f"the same on {len(reports)} machines"))
     for host, report in reports.items():
@@ -528,3 +525,90 @@ def _together_s(one: HealthReport, other: HealthReport) -> float:
     """How long both looked and were announced."""
     (began_s, ended_s), (since_s, until_s) = one.facts.looked_s, other.facts.looked_s
     return min(ended_s, until_s) - max(began_s, since_s)
+
+
+# The members of a running cluster, through their own answers.
+
+
+def compare_members(survey: StatusClient, now_s: float) -> list[CheckResult]:
+    """What stands between the members of a running cluster. `now_s` is the wall clock when the asking host's clock
+    shows zero."""
+    told = {each.status.us.name: each for each in survey.told.values()}
+    found = [
+        CheckResult(member.name, "bad", "is a member, and does not answer", f"on {member.name}: hcsim doctor")
+        for member in survey.awaited()
+    ]
+    facts = {name: each.facts for name, each in told.items() if each.facts is not None}
+    if silent := [name for name in told if name not in facts]:
+        what = f"{', '.join(silent)}: tells no versions"
+        found.append(CheckResult("versions", "warning", what, "install the same hcsim everywhere"))
+    unlike = _unlike_versions({name: each.versions for name, each in facts.items()})
+    found += unlike or [CheckResult("versions", "good", f"the same on {len(facts)} machines")]
+    at_s = {each.status.us.name: survey.told_at_s[node] + now_s for node, each in survey.told.items()}
+    found += _unlike_clocks({name: each.time_s - at_s[name] for name, each in facts.items()})
+    found += [*_unheard(told), *_unconnected(told)]
+    return found
+
+
+def _unlike_clocks(ahead_s: Mapping[str, float]) -> list[CheckResult]:
+    """How far each clock is ahead of this machine's."""
+    if not ahead_s:
+        return []
+    remedy = "set the time automatically: System Settings › General › Date & Time, or `timedatectl set-ntp true`"
+    found = []
+    for name, each_s in ahead_s.items():
+        if abs(each_s) > MOST_SKEW_S:
+            side = "ahead of" if each_s > 0 else "behind"
+            found.append(CheckResult("clock", "bad", f"{name}: {abs(each_s):.0f} s {side} this machine's", remedy))
+    worst_s = max(map(abs, ahead_s.values()))
+    return found or [CheckResult("clocks", "good", f"at most {worst_s:.1f} s apart from this machine's")]
+
+
+def _unheard(told: Mapping[str, StatusReply]) -> list[CheckResult]:
+    found, names = [], {each.status.us.node: name for name, each in told.items()}
+    for name, each in told.items():
+        if each.heard is None:
+            found.append(CheckResult("multicast", "skipped", f"{name} does not listen for announcements"))
+            continue
+        deaf = [other for node, other in names.items() if other != name and node not in each.heard]
+        if deaf:
+            remedy = "the same network and no guest Wi-Fi or client isolation; or name the addresses: [cluster] peers"
+            found.append(CheckResult("multicast", "warning", f"{name} does not hear {', '.join(deaf)}", remedy))
+    if not found and len(told) > 1:
+        found.append(CheckResult("multicast", "good", f"all {len(told)} machines hear each other"))
+    return found
+
+
+_WIRED = (Medium.THUNDERBOLT, Medium.ETHERNET)
+
+
+def _unconnected(told: Mapping[str, StatusReply]) -> list[CheckResult]:
+    found = []
+    for name, each in told.items():
+        links = {link.node: link for link in each.links}
+        for other, reply in told.items():
+            link = links.get(reply.status.us.node)
+            if other == name:
+                continue
+            if link is None or not link.address:
+                remedy = "hcsim doctor on both: firewall and ports; or Local Network privacy of the program on macOS"
+                found.append(CheckResult("connections", "bad", f"{name} has none to {other}", remedy))
+            elif link.suspected:
+                found.append(CheckResult("connections", "warning", f"{name} to {other}: {link.suspected}",
+                                         f"look at {other}: is it awake, and its network well?"))  # fmt: skip
+            elif _goes_by_air(link.ends[0] or "", each) and _has_wire(each) and _has_wire(reply):
+                what = f"{name} to {other}: over Wi-Fi ({link.ends[0]}), though both have a wire"
+                remedy = f"on {other}: --set at=ADDRESS with the address of its wire; are both in one network?"
+                found.append(CheckResult("connections", "warning", what, remedy))
+    if not found and len(told) > 1:
+        found.append(CheckResult("connections", "good", f"each of {len(told)} machines reaches each other one"))
+    return found
+
+
+def _goes_by_air(address: str, told: StatusReply) -> bool:
+    media = [interface.medium for interface in told.interfaces if address in interface.addresses]
+    return media[:1] == [Medium.WIFI]
+
+
+def _has_wire(told: StatusReply) -> bool:
+    return any(interface.medium in _WIRED for interface in told.interfaces)

@@ -120,13 +120,25 @@ def doctor(
         str | None, typer.Option(help="How long to look for other machines. [default: 3 s; with others 8 s]")
     ] = None,
     program: Annotated[str, typer.Option(help="What hcsim is called on the other machines.")] = "hcsim",
+    of_cluster: Annotated[
+        bool, typer.Option("--cluster", help="Ask the members of a running cluster instead, and compare them.")
+    ] = False,
+    name: Annotated[str | None, typer.Option(help="With --cluster: what this machine calls it.")] = None,
+    peer: Annotated[list[str] | None, typer.Option(help="With --cluster: host or host:port of a member.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
     """Examine this machine before it joins a cluster: what stands in the way, and the remedy."""
     with errors_told():
         from hcsim.cli import doctor as work
+        from hcsim.cli.request import only
 
-        healthy = work.doctor(hosts or (), device, look, program, as_json=json)
+        if of_cluster:
+            only("without --cluster", {"--hosts": hosts})
+            asked = cluster.home(), name or CLUSTER, peer or ()
+            healthy = work.doctor_of_cluster(*asked, look or "3 s", as_json=json)
+        else:
+            only("with --cluster", {"--name": name, "--peer": peer})
+            healthy = work.doctor(hosts or (), device, look, program, as_json=json)
     _end(healthy)
 
 

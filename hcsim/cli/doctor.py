@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import time
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 
 import msgspec
 from rich import box
@@ -13,8 +15,20 @@ from rich.table import Table
 from rich.text import Text
 
 from hcsim.cli import screen
+from hcsim.cli.membership import by_seniority, find_members, show_links, show_rows
 from hcsim.cli.settings import seconds
-from hcsim.doctor import LOOK_S, CheckResult, HealthReport, ThisSystem, ask_by_ssh, compare, examine, examine_host
+from hcsim.cluster.messages import StatusReply
+from hcsim.doctor import (
+    LOOK_S,
+    CheckResult,
+    HealthReport,
+    ThisSystem,
+    ask_by_ssh,
+    compare,
+    compare_members,
+    examine,
+    examine_host,
+)
 from hcsim.launch.hosts import read_hosts, without_here
 from hcsim.real.hardware import check_torch_device
 
@@ -35,6 +49,44 @@ def doctor(hosts: Sequence[str], device: str, look: str | None, program: str, *,
     else:
         _show(reports, between)
     return all(report.healthy for report in reports.values()) and all(each.state != "bad" for each in between)
+
+
+def doctor_of_cluster(home: Path, cluster: str, peers: Sequence[str], look: str, *, as_json: bool) -> bool:
+    """Ask the members of a running cluster, and compare them; return whether nothing is bad."""
+    survey = find_members(home, cluster, peers, look)
+    between = compare_members(survey, time.time() - time.monotonic())
+    members = by_seniority(survey)
+    if as_json:
+        data = {"members": [_member_data(each) for each in members.values()], "between": between}
+        sys.stdout.write(msgspec.json.format(msgspec.json.encode(data)).decode() + "\n")
+    else:
+        headings = ("machine", "system", "chip", "versions")
+        show_rows(headings, [_member_row(each) for each in members.values()])
+        show_links(members)
+        for address, why in survey.failures.items():
+            screen.note(f"{address} did not answer: {why}")
+        screen.show(_table(between))
+        _count(between)
+    return all(finding.state != "bad" for finding in between)
+
+
+def _member_row(told: StatusReply) -> tuple[str, ...]:
+    facts, name = told.facts, told.status.us.name
+    if facts is None:
+        return name, "–", "–", "–"
+    return name, facts.system, facts.chip, ", ".join(f"{what} {version}" for what, version in facts.versions.items())
+
+
+def _member_data(told: StatusReply) -> dict[str, object]:
+    return {
+        "name": told.status.us.name,
+        "node": told.status.us.node,
+        "epoch": told.view.epoch,
+        "facts": told.facts,
+        "heard": told.heard,
+        "links": told.links,
+        "interfaces": told.interfaces,
+    }
 
 
 async def _examine_all(
@@ -62,7 +114,10 @@ def _show(reports: dict[str, HealthReport], between: Sequence[CheckResult]) -> N
     if between:
         screen.say("Between the machines:")
         screen.show(_table(between))
-    findings = [*between, *(finding for report in reports.values() for finding in report.findings)]
+    _count([*between, *(finding for report in reports.values() for finding in report.findings)])
+
+
+def _count(findings: Sequence[CheckResult]) -> None:
     count = {state: sum(finding.state == state for finding in findings) for state in ("bad", "warning")}
     if count["bad"]:
         screen.say(f"{screen.counted(count['bad'], 'problem')}, {screen.counted(count['warning'], 'warning')}")

@@ -187,19 +187,29 @@ async def _alone_with(key: NodeKey, secret: ClusterSecret, tell: Callable[[str],
 
 def show_status(home: Path, cluster: str, peers: Sequence[str], look: str) -> None:
     """Query the cluster, and show two tables: the nodes and the connections between them."""
-    survey = _survey(home, cluster, peers, look)
-    told = {node: survey.told[node] for node in sorted(survey.told, key=lambda node: _seniority(survey.told[node]))}
+    survey = find_members(home, cluster, peers, look)
+    told = by_seniority(survey)
     show_rows(("machine", "node", "", "view", "members", "addresses"), [node_row(each) for each in told.values()])
-    links = [link_row(each, link, told) for each in told.values() for link in each.links]
-    if links:
-        show_rows(("from", "to", "out of", "into", "medium", "round trip", "Gb/s", ""), links)
+    show_links(told)
     for address, why in survey.failures.items():
         screen.note(f"{address} did not answer: {why}")
 
 
+def by_seniority(survey: StatusClient) -> dict[str, StatusReply]:
+    """Return the answers by node, the most senior member's first."""
+    return {node: survey.told[node] for node in sorted(survey.told, key=lambda node: _seniority(survey.told[node]))}
+
+
+def show_links(told: Mapping[str, StatusReply]) -> None:
+    """Show the connections between these nodes, if there are any."""
+    links = [link_row(each, link, told) for each in told.values() for link in each.links]
+    if links:
+        show_rows(("from", "to", "out of", "into", "medium", "round trip", "Gb/s", ""), links)
+
+
 def forget_machine(machine: str, home: Path, cluster: str, peers: Sequence[str], look: str) -> None:
     """Report a machine as gone for good, unless it is present."""
-    found = _survey(home, cluster, peers, look)
+    found = find_members(home, cluster, peers, look)
     awaited = found.awaited()
     nodes = dict.fromkeys(member.node for member in awaited if member.name == machine)
     if not nodes:
@@ -223,7 +233,8 @@ def _forget(node: str, machine: str, found: StatusClient, home: Path, cluster: s
             screen.note(f"{address} was not told: {why}")
 
 
-def _survey(home: Path, cluster: str, peers: Sequence[str], look: str) -> StatusClient:
+def find_members(home: Path, cluster: str, peers: Sequence[str], look: str) -> StatusClient:
+    """Ask the running nodes of a cluster. Raises `HcsimError` if none answers."""
     survey = asyncio.run(ask_cluster(home, cluster, peers, seconds("--look", look)))
     if not survey.told:
         tried = "".join(f"\n  {address}: {why}" for address, why in survey.failures.items())

@@ -49,6 +49,8 @@ CROWDED_TIMEOUT_S = 1.0
 """The timeout of a dial to a candidate while others wait for their turn."""
 MOST_HOSTS = 8
 """The maximum number of hosts in one announced address; each may be dialled."""
+MOST_HEARD = 64
+"""Announced nodes that are remembered beside those that have proved who they are."""
 MOST_LINES = 8
 """The maximum number of log lines of each kind that announcements can cause."""
 _PAUSE_S = 0.25
@@ -209,6 +211,8 @@ class Discovery:
         self._pacing = False
         self._lines: dict[str, int] = {}
         self._foreign: dict[str, None] = {}
+        self._heard: dict[str, None] = {}
+        """The nodes of this cluster that are announced, as far as is claimed."""
         self._nodes: dict[str, str] = {}
         self._calling: dict[str, None] = {}
         self._tasks: dict[asyncio.Task[None], None] = {}
@@ -219,6 +223,11 @@ class Discovery:
         """Return the expected nodes: ids, and addresses where no node has answered yet."""
         wanted = [self._nodes.get(key, key) for key in self._wanted if key not in self._withdrawn]
         return tuple(dict.fromkeys((*wanted, *self._candidates.nodes)))
+
+    @property
+    def heard(self) -> tuple[str, ...] | None:
+        """Return the nodes of this cluster whose announcements come here; None if nothing is listened for."""
+        return tuple(self._heard) if self._announced else None
 
     async def run(self) -> None:
         for address in self._peers:
@@ -295,10 +304,13 @@ class Discovery:
                 if not sighting.gone:
                     self._tell_foreign(node, properties.get("namespace", ""), sighting.service)
             elif sighting.gone:
+                self._heard.pop(node, None)
                 self._candidates.drop(node)
                 if node in self._wanted:
                     self._withdrawn[node] = None
             else:
+                if node in self._wanted or len(self._heard) < MOST_HEARD:  # anybody may announce anything
+                    self._heard[node] = None
                 self._consider(Candidate(node, place_of(sighting.service)))
 
     def _consider(self, candidate: Candidate) -> None:

@@ -11,6 +11,7 @@ from typing import Protocol, TypeAlias
 import msgspec
 
 from hcsim.cluster.diagnosis import ViewFailure
+from hcsim.cluster.messages import MemberFacts
 from hcsim.cluster.probe import Routes
 from hcsim.cluster.view import Member, View
 from hcsim.runtime.host import Host
@@ -38,6 +39,8 @@ class NodeInfo(msgspec.Struct, frozen=True):
     address: str
     namespace: str = ""
     home: str = ""
+    facts: Callable[[], MemberFacts] | None = None
+    """What the machine tells members that ask; None: nothing."""
 
 
 class MembershipSource(Protocol):

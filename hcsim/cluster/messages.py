@@ -163,7 +163,17 @@ class Details(msgspec.Struct, frozen=True):
     messages: tuple[HistoryMessage, ...] = ()
 
 
-class StatusReply(msgspec.Struct, frozen=True, tag="told"):
+class MemberFacts(msgspec.Struct, frozen=True):
+    """What the machines of a cluster should have in common, and the time."""
+
+    system: str
+    chip: str
+    versions: dict[str, str]
+    time_s: float
+    """Of the wall clock, when it was asked."""
+
+
+class StatusReply(msgspec.Struct, frozen=True, tag="told", omit_defaults=True):
     """The answer to a status query."""
 
     status: Status
@@ -172,6 +182,10 @@ class StatusReply(msgspec.Struct, frozen=True, tag="told"):
     interfaces: tuple[Interface, ...]
     details: Details | None = None
     """If they were asked for."""
+    facts: MemberFacts | None = None
+    """None where the machine is simulated, or runs an hcsim that does not tell."""
+    heard: tuple[str, ...] | None = None
+    """The nodes whose announcements come to it by multicast; None if it does not listen for them."""
 
 
 ControlMessage: TypeAlias = (

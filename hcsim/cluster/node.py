@@ -273,7 +273,9 @@ class ClusterNode:
                     None if line is None else line.back_Bps,
                 )
             )
-        return StatusReply(membership.status, membership.view, tuple(links), self._host.interfaces())
+        facts = None if self._me.facts is None else self._me.facts()
+        interfaces, heard = self._host.interfaces(), self._discovery.heard
+        return StatusReply(membership.status, membership.view, tuple(links), interfaces, facts, heard)
 
     async def details(self, since_s: float) -> Details:
         """Return the state of this machine and of its work, for a client that watches it."""

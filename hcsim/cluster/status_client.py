@@ -54,6 +54,8 @@ class StatusClient:
         self._forget = forget
         self._asking: dict[str, asyncio.Task[None]] = {}
         self.told: dict[str, StatusReply] = {}
+        self.told_at_s: dict[str, float] = {}
+        """When each answer came, by the asking host's clock."""
         self._here: list[Member] = []
         """All members that answered; two with the same id if a key was copied."""
         self.failures: dict[str, str] = {}
@@ -101,6 +103,7 @@ class StatusClient:
             self.failures[address] = str(error)
         else:
             self.told[told.status.us.node] = told
+            self.told_at_s[told.status.us.node] = self._host.clock.now()
             self._here.append(told.status.us)
             self._asking.setdefault(told.status.control, self._asking[address])
             for link in told.links:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from hcsim.cluster.membership_source import NodeInfo
+from hcsim.cluster.messages import MemberFacts
 from hcsim.cluster.overview import Overview, watched
 from hcsim.cluster.status_client import ClusterWatch, StatusClient
 from hcsim.collectives.group import Group
@@ -21,6 +22,7 @@ from hcsim.config import Cluster
 from hcsim.errors import ConfigError
 from hcsim.identity.handshake import Credentials
 from hcsim.launch import DEFAULT_PORT
+from hcsim.real.hardware import installed_versions, system_name, this_chip
 from hcsim.real.host import RealHost, RealOptions, check_loopback
 from hcsim.real.interfaces import host_name, reachable_at
 from hcsim.real.keys import beside_a_node, load_credentials
@@ -205,7 +207,9 @@ async def real_member(
 def real_introduction(host: RealHost, node: RealNode, cluster: Cluster, proved: Credentials) -> NodeInfo:
     from hcsim.node import introduced
 
-    return introduced(host.name, node.hosts or reachable_at(host.interfaces()), cluster, proved)
+    name, chip, versions = system_name(), this_chip().name, installed_versions()
+    us = introduced(host.name, node.hosts or reachable_at(host.interfaces()), cluster, proved)
+    return msgspec.structs.replace(us, facts=lambda: MemberFacts(name, chip, versions, time.time()))
 
 
 @asynccontextmanager

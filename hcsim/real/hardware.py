@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, cached_property, partial
+from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, TypeVar
@@ -57,6 +59,32 @@ def _text_of(file: Path) -> str:
         return file.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""
+
+
+LIBRARIES = ("numpy", "torch", "mlx")
+
+
+def system_name() -> str:
+    """Return the operating system and the processor's architecture."""
+    macos = platform.mac_ver()[0]
+    return f"{f'macOS {macos}' if macos else f'{platform.system()} {platform.release()}'}, {platform.machine()}"
+
+
+def installed_versions(has_module: Callable[[str], object] = find_spec) -> dict[str, str]:
+    """Return the versions of Python, of hcsim and of what it computes with."""
+    versions = {"python": platform.python_version(), "hcsim": metadata.version("hcsim")}
+    for library in LIBRARIES:
+        if has_module(library):
+            versions[library] = metadata.version(library)
+    versions["BLAS"] = _blas()
+    return versions
+
+
+def _blas() -> str:
+    """Return the linear algebra library of numpy: its products are rounded in its own way."""
+    built = np.show_config(mode="dicts") or {}
+    found = built.get("Build Dependencies", {}).get("blas", {})
+    return f"{found.get('name', 'unknown')} {found.get('version', '')}".removesuffix(" unknown").strip()
 
 
 T = TypeVar("T")

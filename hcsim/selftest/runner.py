@@ -20,8 +20,8 @@ from pathlib import Path
 
 import msgspec
 
-from hcsim.doctor import CheckState, ThisSystem, installed_versions
-from hcsim.real.hardware import this_chip
+from hcsim.doctor import CheckState
+from hcsim.real.hardware import installed_versions, system_name, this_chip
 from hcsim.real.interfaces import host_name, list_interfaces
 from hcsim.runtime.host import Medium
 
@@ -61,16 +61,14 @@ class MachineFacts(msgspec.Struct, frozen=True):
     @classmethod
     def here(cls) -> MachineFacts:
         """Return those of this machine."""
-        macos = platform.mac_ver()[0]
-        system = f"macOS {macos}" if macos else f"{platform.system()} {platform.release()}"
         chip = this_chip()
         media = tuple(each.medium.value for each in list_interfaces() if each.medium is not Medium.LOOPBACK)
         return cls(
-            f"{system}, {platform.machine()}",
+            system_name(),
             chip.name,
             chip.memory_bytes,
             os.cpu_count(),
-            installed_versions(ThisSystem()),
+            installed_versions(),
             media,
         )
 

@@ -450,6 +450,17 @@ def _ssh_remedy(host: str, output: str, system: str) -> str:
     return f"on {host}: System Settings › General › Sharing › Remote Login; is it awake, and in this network?"
 
 
+def why_no_report(host: str, status: int, output: str, system: str = sys.platform) -> CheckResult:
+    """Why a command through ssh gave no report."""
+    last = (output.strip().splitlines() or ["nothing was said"])[-1][:200]
+    if status == SSH_FAILED:
+        return CheckResult(host, "bad", f"ssh failed: {last}", _ssh_remedy(host, output, system))
+    if status == NOT_FOUND:
+        remedy = "put hcsim on the PATH of a shell that is not interactive (~/.zshenv), or name it with --program"
+        return CheckResult(host, "bad", "hcsim was not found there", remedy)
+    return CheckResult(host, "bad", f"gave no report: {last}", f"ssh {host} hcsim --version")
+
+
 async def examine_host(
     host: str, ask: Ask, system: str = sys.platform, wait_s: float = 120.0
 ) -> tuple[HealthReport | None, list[CheckResult]]:
@@ -462,16 +473,10 @@ async def examine_host(
             status, output = await ask(host)
     except TimeoutError:
         return None, [CheckResult(host, "bad", f"did not answer within {wait_s:g} s", f"ssh {host} hcsim doctor")]
-    last = (output.strip().splitlines() or ["nothing was said"])[-1][:200]
-    if status == SSH_FAILED:
-        return None, [CheckResult(host, "bad", f"ssh failed: {last}", _ssh_remedy(host, output, system))]
-    if status == NOT_FOUND:
-        remedy = "put hcsim on the PATH of a shell that is not interactive (~/.zshenv), or name it with --program"
-        return None, [CheckResult(host, "bad", "hcsim was not found there", remedy)]
     try:
         report = msgspec.json.decode(output[output.index("{") : output.rindex("}") + 1], type=HealthReport)
     except (ValueError, msgspec.MsgspecError):
-        return None, [CheckResult(host, "bad", f"gave no report: {last}", f"ssh {host} hcsim --version")]
+        return None, [why_no_report(host, status, output, system)]
     # Its clock was read between our question and its answer.
     ahead_s, behind_s = report.facts.time_s - time.time(), began_s - report.facts.time_s
     skew_s = max(ahead_s, behind_s)

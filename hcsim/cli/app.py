@@ -148,7 +148,13 @@ def selftest(
         list[str] | None,
         typer.Argument(metavar="[CHECK]…", help="Only these, such as channels:tcp, collectives or elastic."),
     ] = None,
+    hosts: Annotated[
+        list[str] | None,
+        typer.Option(help="Test these machines too, and what is between, through ssh: A,B,… or a hostfile."),
+    ] = None,
+    program: Annotated[str, typer.Option(help="What hcsim is called on the other machines.")] = "hcsim",
     json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+    member: Annotated[bool, typer.Option("--member", hidden=True)] = False,
 ) -> None:
     """Test whether hcsim does on this machine what it does everywhere else, within five minutes.
 
@@ -156,7 +162,7 @@ def selftest(
     with errors_told():
         from hcsim.cli import selftest as work
 
-        passed = work.selftest(checks or (), as_json=json)
+        passed = work.take_part() if member else work.selftest(checks or (), hosts or (), program, as_json=json)
     _end(passed)
 
 

@@ -10,32 +10,74 @@ import msgspec
 
 from hcsim.cli import screen
 from hcsim.errors import ConfigError
+from hcsim.launch.hosts import read_hosts, without_here
 from hcsim.selftest.checks import CHECKS
-from hcsim.selftest.runner import MachineFacts, Planned, SelftestReport, SelftestResult, run_checks
+from hcsim.selftest.runner import (
+    ALL_S,
+    JoinedReport,
+    MachineFacts,
+    Planned,
+    SelftestReport,
+    SelftestResult,
+    run_checks,
+)
 from hcsim.units import did_you_mean
 
 _SIGNS = {"good": "✓", "warning": "✓", "bad": "✗", "skipped": "–"}
+CONNECT_S = 30.0
+"""What another machine has in addition, to be reached and to load."""
 _WIDTH = max(map(len, CHECKS))
 
 
-def selftest(names: Sequence[str], *, as_json: bool) -> bool:
-    """Run the checks of this machine, and show the report. Return whether nothing failed."""
+def selftest(names: Sequence[str], hosts: Sequence[str], program: str, *, as_json: bool) -> bool:
+    """Run the checks of this machine and of others, and show the report. Return whether nothing failed."""
     chosen = _chosen(names)
+    there = [host.ssh for host in without_here(read_hosts(hosts))[0]]
     tell = screen.note if as_json else screen.say
-    report = asyncio.run(_run(chosen, tell))
-    failed = sum(result.state == "bad" for result in report.results)
-    tell(_summary(report.facts, len(report.results), failed))
+    report = asyncio.run(_run(chosen, there, program, [*names], tell))
+    for machine in report.machines[:1]:
+        failed = sum(result.state == "bad" for result in machine.results)
+        tell(_summary(machine.facts, len(machine.results), failed))
+    for result in report.between:
+        tell(_line(result))
     if as_json:
-        sys.stdout.write(msgspec.json.format(msgspec.json.encode(report)).decode() + "\n")
+        data = report.without_names(there) if hosts else report.machines[0]
+        sys.stdout.write(msgspec.json.format(msgspec.json.encode(data)).decode() + "\n")
     return report.passed
 
 
-async def _run(names: Sequence[str], tell: Callable[[str], None]) -> SelftestReport:
-    results = []
-    async for result in run_checks([Planned.of(name) for name in names]):
-        tell(_line(result))
-        results.append(result)
-    return SelftestReport(MachineFacts.here(), tuple(results))
+def take_part() -> bool:
+    """Take part in the test of another machine, which has started this one through ssh."""
+    from hcsim.selftest.between import be_member
+
+    asyncio.run(be_member())
+    return True
+
+
+async def _run(
+    chosen: Sequence[str], hosts: Sequence[str], program: str, names: Sequence[str], tell: Callable[[str], None]
+) -> JoinedReport:
+    from hcsim.selftest.between import check_between, check_host
+
+    limit_s = ALL_S + CONNECT_S
+    async with asyncio.TaskGroup() as tasks:
+        others = [tasks.create_task(check_host(host, program, names, tell, limit_s)) for host in hosts]
+        results = []
+        async for result in run_checks([Planned.of(name) for name in chosen]):
+            tell(_line(result))
+            results.append(result)
+    reports = [SelftestReport(MachineFacts.here(), tuple(results))]
+    between: list[SelftestResult] = []
+    reached = []
+    for host, found in zip(hosts, (task.result() for task in others), strict=True):
+        if isinstance(found, SelftestReport):
+            reports.append(found)
+            reached.append(host)
+        else:
+            between.append(found)
+    if reached:
+        between += await check_between(reached, program)
+    return JoinedReport(tuple(reports), tuple(between))
 
 
 def _line(result: SelftestResult) -> str:

@@ -158,3 +158,29 @@ def anonymous(text: str) -> str:
         if len(name) > 2 and name not in ("root", "localhost"):
             text = re.sub(rf"\b{re.escape(name)}\b", stands_for, text)
     return text
+
+
+class JoinedReport(msgspec.Struct, frozen=True):
+    """What `hcsim selftest --hosts --json` prints: this machine's report first, then those of the others."""
+
+    machines: tuple[SelftestReport, ...]
+    between: tuple[SelftestResult, ...]
+
+    @property
+    def passed(self) -> bool:
+        """Whether nothing is bad."""
+        return all(each.passed for each in self.machines) and all(each.state != "bad" for each in self.between)
+
+    def without_names(self, hosts: Sequence[str]) -> JoinedReport:
+        """Return the report with numbers in place of these names."""
+
+        def unnamed(result: SelftestResult) -> SelftestResult:
+            check, found, remedy = result.check, result.found, result.remedy
+            for number, host in enumerate(hosts, 2):
+                check, found, remedy = (
+                    re.sub(rf"(?<![\w.@-]){re.escape(host)}(?![\w.-])", f"machine {number}", text)
+                    for text in (check, found, remedy)
+                )
+            return msgspec.structs.replace(result, check=check, found=anonymous(found), remedy=remedy)
+
+        return JoinedReport(self.machines, tuple(map(unnamed, self.between)))

@@ -16,7 +16,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -172,8 +172,12 @@ class MachineLog:
             file = None if path is None else path.open("a", encoding="utf-8")
         except OSError as error:
             raise ConfigError(f"--set log={path}: cannot be written: {error.strerror}") from None
-        with nullcontext() if file is None else file:
+        try:
             yield cls(file, name)
+        finally:
+            if file is not None:
+                with suppress(OSError):  # the disk may be full, and what it had room for is there
+                    file.close()
 
     def also_from(self, hosts: Sequence[str]) -> None:
         """Lines that begin with one of these names are theirs."""
@@ -184,8 +188,11 @@ class MachineLog:
         if self._file is not None:
             time = datetime.now().astimezone().isoformat(timespec="seconds")
             whose = "" if text.startswith(self._others) and self._others else f"{self._name}: "
-            self._file.write(f"{time} {whose}{plain(text)}\n")
-            self._file.flush()
+            try:
+                self._file.write(f"{time} {whose}{plain(text)}\n")
+                self._file.flush()
+            except OSError:
+                self._file = None  # the work goes on without it
 
 
 class _Session:

@@ -21,11 +21,13 @@ from hcsim.selftest.runner import (
     SelftestResult,
     run_checks,
 )
+from hcsim.transport.admission_queue import one_line
 from hcsim.units import did_you_mean
 
 _SIGNS = {"good": "✓", "warning": "✓", "bad": "✗", "skipped": "–"}
 CONNECT_S = 30.0
 """What another machine has in addition, to be reached and to load."""
+_LONGEST = 400
 _WIDTH = max(map(len, CHECKS))
 
 
@@ -81,7 +83,8 @@ async def _run(
 
 
 def _line(result: SelftestResult) -> str:
-    line = f"{_SIGNS[result.state]} {result.check:<{_WIDTH}} {result.seconds:6.1f} s  {screen.cell(result.found)}"
+    found = one_line(result.found, _LONGEST)
+    line = f"{_SIGNS[result.state]} {result.check:<{_WIDTH}} {result.seconds:6.1f} s  {found}"
     return f"{line}\n{'':{_WIDTH + 13}}→ {result.remedy}" if result.remedy else line
 
 

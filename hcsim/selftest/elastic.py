@@ -184,8 +184,8 @@ def check_elastic() -> str:
     require(digests[first.name] == expected, "they end with the parameters of a simulated run with the same members")
     left, returned = history[1][0], history[-1][0]
     return (
-        f"a member of three was killed and left out after step {left}, back after step {returned}; {STEPS} steps end "
-        f"with the simulated parameters ({expected[:8]})"
+        f"one of three was killed after step {left} and is back after step {returned}; {STEPS} steps end with the "
+        f"simulated parameters ({expected[:8]})"
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import sys
 from collections.abc import Iterator
@@ -58,6 +59,23 @@ def test_the_other_machine_is_started_trains_with_us_and_its_words_are_marked(ab
     ((_, names),) = plan(here)
     assert sorted(names) == ["a", "b"]
     assert ab.reference(plan(here)) == digest(here)
+
+
+def test_a_hostfile_names_this_machine_too_and_the_lines_of_all_are_kept_in_one_file(
+    ab: Together, tmp_path: Path
+) -> None:
+    hosts, log = tmp_path / "hosts.json", tmp_path / "all.log"
+    hosts.write_text(json.dumps([{"ssh": name, "ips": [ab.lan[name].ip]} for name in ("a", "b")]))
+    here = start(ab, str(hosts), "--set", f"log={log}")
+    assert here.ends() == 0, here.text
+    assert "starting on b" in here.lines
+    for name in ("a", "b"):
+        assert f" at {ab.lan[name].ip}" in here.text, "each is reached where the file says, and only there"
+    assert ab.reference(plan(here)) == digest(here)
+    kept = [line.partition(" ")[2] for line in log.read_text().splitlines()]
+    assert {line.partition(": ")[0] for line in kept} == {"a", "b"}
+    assert f"b: parameters sha256 {digest(here)}" in kept
+    assert any(line.startswith("a: view ") for line in kept)
 
 
 def test_an_interrupt_here_ends_the_other_machine_too(ab: Together) -> None:

@@ -27,6 +27,7 @@ from hcsim.runtime.host import Medium
 
 ALL_S = 300.0
 """The time limit of all checks together."""
+_IDLE = "let the machine do less meanwhile, and name the checks to be tried again: hcsim selftest CHECK …"
 _LONGEST = 400
 
 
@@ -35,6 +36,8 @@ class Verdict(msgspec.Struct, frozen=True):
 
     state: CheckState
     found: str
+    remedy: str = ""
+    """Empty: that of the check."""
 
 
 class SelftestResult(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -108,11 +111,11 @@ async def run_checks(planned: Sequence[Planned], all_s: float = ALL_S) -> AsyncI
     for each in planned:
         limit_s = min(each.limit_s, until_s - time.monotonic())
         if limit_s <= 0:
-            yield SelftestResult(each.name, "bad", f"not begun: {all_s:g} s were over", 0.0, each.remedy)
+            yield SelftestResult(each.name, "bad", f"not begun: {all_s:g} s were over{_load()}", 0.0, _IDLE)
             continue
         began_s = time.monotonic()
         verdict = await _run(each.command, limit_s)
-        remedy = each.remedy if verdict.state == "bad" else ""
+        remedy = (verdict.remedy or each.remedy) if verdict.state == "bad" else ""
         took_s = round(time.monotonic() - began_s, 2)
         yield SelftestResult(each.name, verdict.state, anonymous(verdict.found)[:_LONGEST], took_s, remedy)
 
@@ -126,7 +129,8 @@ async def _run(command: Sequence[str], limit_s: float) -> Verdict:
         async with asyncio.timeout(limit_s):
             output, errors = await process.communicate()
     except TimeoutError:
-        return Verdict("bad", f"did not end within {limit_s:g} s")
+        load = _load()
+        return Verdict("bad", f"did not end within {limit_s:.3g} s{load}", _IDLE if load else "")
     finally:
         with suppress(ProcessLookupError, PermissionError):  # macOS forbids it for a group of processes that have ended
             os.killpg(process.pid, signal.SIGKILL)
@@ -137,6 +141,12 @@ async def _run(command: Sequence[str], limit_s: float) -> Verdict:
     except (ValueError, msgspec.MsgspecError):
         said = (errors.decode(errors="replace").strip().splitlines() or ["it said nothing"])[-1]
         return Verdict("bad", f"its process {_ended(process.returncode or 0)}: {said}")
+
+
+def _load() -> str:
+    """Return how busy the machine is, if it has more to do than processors."""
+    load, processors = os.getloadavg()[0], os.cpu_count() or 1
+    return f", with {load:.0f} programs that wanted its {processors} processors" if load > processors else ""
 
 
 def _ended(status: int) -> str:

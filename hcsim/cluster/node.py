@@ -275,7 +275,7 @@ class ClusterNode:
             )
         facts = None if self._me.facts is None else self._me.facts()
         interfaces, heard = self._host.interfaces(), self._discovery.heard
-        return StatusReply(membership.status, membership.view, tuple(links), interfaces, facts, heard)
+        return StatusReply(membership.status, membership.view, tuple(links), interfaces, facts=facts, heard=heard)
 
     async def details(self, since_s: float) -> Details:
         """Return the state of this machine and of its work, for a client that watches it."""

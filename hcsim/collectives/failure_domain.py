@@ -174,11 +174,12 @@ class FailureDomain:
         """Return evidence that the peer skipped what is waited for.
 
         Frames arrive in the order of plans, so a peer that has sent other frames of this operation, or of a later one,
-        has skipped it. Point-to-point messages have an order of their own."""
+        has skipped it. Point-to-point messages have an order of their own, so only frames of the same message count."""
         link = None if peer is None else self.mesh.links.get(peer)
-        if link is None or not phase.startswith(RECEIVING) or waiting.group & POINT_TO_POINT:
+        if link is None or not phase.startswith(RECEIVING):
             return None
-        if not link.holds(waiting.group, waiting.number, waiting.bucket):
+        in_order = not waiting.group & POINT_TO_POINT
+        if not link.holds(waiting.group, waiting.number, waiting.bucket, or_later=in_order):
             return None
         return RemoteProtocolError(
             f"rank {peer} sent frames that {waiting} does not have, and not what it has", str(peer)

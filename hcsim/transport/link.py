@@ -207,12 +207,13 @@ class Link:
         if yes:
             self._let_in()
 
-    def holds(self, group: int, operation: int, bucket: int) -> bool:
-        """Return whether early frames of that operation, or of a later one in its bucket, are here.
+    def holds(self, group: int, operation: int, bucket: int, *, or_later: bool) -> bool:
+        """Return whether early frames of that operation, or (with `or_later`) of a later one in its bucket, are here.
 
         Always False for striped links, where the order of frames shows nothing."""
         return len(self.channels) == 1 and any(
-            (tag[0], tag[2]) == (group, bucket) and tag[1] >= operation for tag in self._early
+            (tag[0], tag[2]) == (group, bucket) and (tag[1] == operation or (or_later and tag[1] > operation))
+            for tag in self._early
         )
 
     def check_over(self, group: int, operation: int, bucket: int) -> None:

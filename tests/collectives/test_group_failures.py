@@ -15,7 +15,7 @@ import pytest
 
 from hcsim import Group, Options, Phantom, Wire, real_group
 from hcsim.collectives.scheduler import IN_FLIGHT
-from hcsim.config import Crash, Partition, Pause, Reset
+from hcsim.config import Crash, Misbehave, Partition, Pause, Reset
 from hcsim.errors import CollectiveError, CollectiveTimeout
 from hcsim.virtual.world import HostCrashed
 
@@ -248,6 +248,37 @@ def test_a_message_of_another_length_than_expected_is_refused(cluster):
     _, receiver = cluster.run(2, program)
     assert "80 bytes" in receiver
     assert "72" in receiver
+
+
+def test_frames_that_a_message_does_not_have_show_who_sent_them(virtual):
+    async def program(group: Group) -> tuple[str, str]:
+        if group.rank == 0:
+            await group.send(np.ones(9), 1)
+            await asyncio.sleep(1)
+            await group.send(np.ones(9), 1)
+            await failure(group.recv(np.ones(9), 1))
+            return "", ""
+        await group.recv(np.ones(9), 0)
+        error, _ = await failure(group.recv(np.ones(9), 0))
+        return str(error), str(group.skipped or error.__cause__)
+
+    fault = Misbehave(0.5, "mac-0", "huge_step")
+    _, (said, skipped) = virtual.outcome(2, program, options=TIMEOUT, faults=[fault]).results
+    assert "recv #1" in said
+    assert "rank 0 sent" in skipped
+
+
+@pytest.mark.parametrize("tag", [1, 1 << 16])
+def test_messages_with_other_tags_show_nothing_about_the_one_that_is_missing(virtual, tag):
+    async def program(group: Group) -> object:
+        if group.rank == 0:
+            await group.send(np.ones(9), 1, tag=tag)
+            await failure(group.recv(np.ones(9), 1))
+            return None
+        error, _ = await failure(group.recv(np.ones(9), 0))
+        return group.skipped or error.__cause__
+
+    assert virtual.run(2, program, options=TIMEOUT) == [None, None]
 
 
 FAULTS = {

@@ -1,7 +1,7 @@
 """The two phases of a run: in the first anything may fail, in the second enough machines are well for good.
 
-The schedule alone determines what may be required of a cluster, so a file of faults is all that a replay
-needs.
+The schedule and the trace of its run determine what may be required of a cluster, so a file of faults is all
+that a replay needs.
 
 **Safety.** Until the last fault has struck and the last temporary one has ended, any fault of the model may
 occur. Safety must hold: no two views of one epoch, no unlike replicas, no lost or doubled step. Progress is
@@ -11,8 +11,11 @@ not required.
 the nodes that each such fault breaks: a machine that is stuck, full, blocked or lying; of two that cannot
 communicate, either. A smallest set of nodes with one of each of these pairs is called *sick*, and the
 others are the *core*. Each machine of the core works fully, with disk and descriptors, and every two reach
-each other. Whether the core can go on without the sick depends on the views of that moment, so it is read
-from the trace (`excuse`):
+each other. If several sets are as small, the cluster may decide which machines are sick: where all of the core
+were left out of the lineage in which work has begun, and the whole core of another such set goes on there, this
+other one is required to finish (`settled`). Those left out ask its members, and do not begin anew beside them.
+Whether the core can go on without the sick depends on the views of that moment, so it is read from the trace
+(`excuse`):
 
     quorum      A view decides its successor. So in the newest view of a lineage, those members of the core that have
                 not lost their memory must satisfy the rule (majority: more than half; tiebreak: or half with the
@@ -55,7 +58,7 @@ return costs the same once more; several sick members may come back one after th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import combinations
 from typing import TypeAlias
 
@@ -106,10 +109,13 @@ class Phases(msgspec.Struct, frozen=True):
     """The longest time without a step in the liveness phase."""
 
 
-def phases_of(scenario: Scenario) -> Phases:
+def phases_of(scenario: Scenario, at_work: Collection[str] = ()) -> Phases:
+    """Return the phases of a schedule. If these machines at work are the core of one of the smallest sets of sick
+    ones, it is this set."""
     names = [node.name for node in scenario.nodes]
     edges = list(_breakages(scenario.faults))
-    sick = _smallest_cover(edges, names)
+    covers = _smallest_covers(edges, names)
+    sick = next((each for each in covers if {*names} - {*each} == {*at_work}), covers[0])
     core = tuple(name for name in names if name not in sick) if () not in edges else ()
     touched = {name for edge in edges for name in edge}
     return Phases(
@@ -165,16 +171,19 @@ def _starts_again(fault: Crash | Leave | Pause, faults: Sequence[AnyFault]) -> b
     )
 
 
-def _smallest_cover(edges: Sequence[Broken], names: Sequence[str]) -> tuple[str, ...]:
-    """Return a smallest set of nodes with one of each edge; among several, one whose nodes occur in the most
-    edges."""
+def _smallest_covers(edges: Sequence[Broken], names: Sequence[str]) -> list[tuple[str, ...]]:
+    """Return the smallest sets of nodes with one of each edge, first those whose nodes occur in the most edges."""
     degree = {name: sum(name in edge for edge in edges) for name in names}
     order = sorted(names, key=lambda name: -degree[name])
-    for size in range(len(names) + 1):
-        for chosen in combinations(order, size):
-            if all(not edge or any(name in chosen for name in edge) for edge in edges):
-                return chosen
-    return tuple(names)
+    sizes = (
+        [
+            chosen
+            for chosen in combinations(order, size)
+            if all(not edge or any(name in chosen for name in edge) for edge in edges)
+        ]
+        for size in range(len(names) + 1)
+    )
+    return next(filter(None, sizes), [tuple(names)])
 
 
 class ViewAdoption(msgspec.Struct, frozen=True):
@@ -215,6 +224,18 @@ class HostHistories(msgspec.Struct, frozen=True):
     """The time at which a host first finished the last step."""
     struck_s: float = 0.0
     """The time of the last fault that had waited for a frame."""
+
+
+def settled(phases: Phases, scenario: Scenario, lives: HostHistories) -> Phases:
+    """Return the phases with those sick machines that the cluster has left out, where others are as few and all of
+    the core was left out instead."""
+    until_s = phases.liveness_s + GRACE_S
+    ours, _ = _known(lives.views, phases.core, until_s)
+    if any(_has_begun(lineage, lives, until_s) for lineage in ours.values()):
+        return phases
+    begun = [(work.host, work.epoch) for work in lives.worked if work.time_s <= until_s][-1:]
+    at_work = [name for view in lives.views if (view.host, view.epoch) in begun for name in view.members]
+    return phases_of(scenario, at_work)
 
 
 def excuse(phases: Phases, cluster: Cluster, lives: HostHistories) -> str:

@@ -13,7 +13,7 @@ from hcsim.config import FAULTS, AnyFault, Restart, Scenario, Training, write_fa
 from hcsim.fuzz.evidence import Evidence, Recorder
 from hcsim.fuzz.generate import LAUNCHES_OF_A_STEP, scenario_of
 from hcsim.fuzz.invariants import Breach, breaches
-from hcsim.fuzz.phases import Phases, excuse, phases_of
+from hcsim.fuzz.phases import Phases, excuse, phases_of, settled
 from hcsim.launch.virtual_cluster import simulate_cluster
 from hcsim.training.run import Report
 from hcsim.virtual.world import UsageMonitor
@@ -100,8 +100,9 @@ def gather(
         limit_s=limit_s,
     )
     lives = msgspec.structs.replace(recorder.lives(scenario), diverged=evidence.diverged)
+    phases = settled(phases, scenario, lives)
     excused = excuse(phases, evidence.cluster, lives) or _ended_early(scenario, phases, outcome.seconds)
-    evidence = msgspec.structs.replace(evidence, excused=excused)
+    evidence = msgspec.structs.replace(evidence, phases=phases, excused=excused)
     return evidence, recorder, (outcome.seconds, outcome.trace_sha256)
 
 

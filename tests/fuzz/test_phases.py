@@ -22,7 +22,7 @@ from hcsim.config import (
     Stranger,
     parse_scenario,
 )
-from hcsim.fuzz.phases import HostHistories, ViewAdoption, WorkStart, excuse, phases_of
+from hcsim.fuzz.phases import HostHistories, ViewAdoption, WorkStart, excuse, phases_of, settled
 from hcsim.units import BitRate, PositiveSeconds, Seconds, Share
 
 T = Seconds(3)
@@ -226,3 +226,27 @@ def test_patience_grows_with_the_timeouts_and_the_sick() -> None:
     one, two = phases_of(home(Crash(T, "m-1"))), phases_of(home(Crash(T, "m-1"), Crash(T, "m-2"), nodes=5))
     assert phases_of(home()).patience_s == one.patience_s < two.patience_s
     assert one.patience_s > 3 * 60
+
+
+@pytest.mark.parametrize(
+    ("goes_on", "left_out_s", "core"),
+    [
+        (("m-1", "m-2"), 4.0, ("m-1", "m-2")),
+        (("m-1", "m-2"), 9.0, ("m-3", "m-4")),
+        (("m-1",), 4.0, ("m-3", "m-4")),
+        (("m-1", "m-2", "m-3"), 4.0, ("m-3", "m-4")),
+    ],
+    ids=["all of one", "too late", "not all of it", "not all are left out"],
+)
+def test_of_equally_few_the_sick_are_those_that_were_left_out(
+    goes_on: tuple[str, ...], left_out_s: float, core: tuple[str, ...]
+) -> None:
+    names = ("m-1", "m-2", "m-3", "m-4")
+    scenario = home(Clog(T, ("m-3", "m-1")), Clog(T, ("m-2", "m-4")), quorum="any")
+    views = [ViewAdoption(1.0, name, "L", 2, names) for name in names]
+    views += [ViewAdoption(left_out_s, name, "L", 3, goes_on) for name in goes_on]
+    views += [ViewAdoption(left_out_s, name, name, 4, (name,)) for name in names if name not in goes_on]
+    worked = [WorkStart(1.0, name, 2) for name in names] + [WorkStart(left_out_s, name, 3) for name in goes_on]
+    phases = settled(phases_of(scenario), scenario, HostHistories(views, worked, {}, {}))
+    assert phases.core == core
+    assert phases.sick == tuple(name for name in names if name not in core)

@@ -21,10 +21,13 @@ from hcsim.config import Scenario, Training
 from hcsim.real.keys import load_node_key, new_secret, save_secret
 from hcsim.selftest.arena import VirtualArena
 from hcsim.selftest.contracts import ContractBroken, require
-from hcsim.selftest.paced import HURRY, NAME
 from hcsim.selftest.script import SEED, train
 
 NAMES = ("a", "b", "c")
+PACED = "paced"
+"""The task of `hcsim.selftest.paced`, which the nodes' processes import."""
+HURRY = "HCSIM_SELFTEST_HURRY"
+"""The environment variable with the path of a file at which its steps take no more time."""
 STEPS = 400
 _EARLY = 5
 """The step after which a member is killed."""
@@ -160,7 +163,7 @@ discovery_port = {{discovery}}
 gradient_port = {{gradients}}
 peers = {{peers}}
 [training]
-task = "{NAME}"
+task = "{PACED}"
 algorithm = "ring"
 steps = {STEPS}
 evaluate_every = {_EARLY}

@@ -11,19 +11,17 @@ import time
 from pathlib import Path
 
 from hcsim.plugins import register_task
+from hcsim.selftest.elastic import HURRY, PACED
 from hcsim.training.task import Indices
 from hcsim.training.tasks.convex import Convex, ConvexReplica
 
-NAME = "paced"
-HURRY = "HCSIM_SELFTEST_HURRY"
-"""The environment variable with the file's path."""
 STEP_S = 0.1
 
 
 class Paced(Convex):
     """The task."""
 
-    name = NAME
+    name = PACED
 
     def replica(self, seed: int, device: str = "cpu") -> ConvexReplica:
         """Return a model that takes its time."""
@@ -43,4 +41,4 @@ class PacedReplica(ConvexReplica):
         return super().forward(batch)
 
 
-register_task(NAME, Paced)
+register_task(PACED, Paced)

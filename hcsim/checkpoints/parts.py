@@ -25,6 +25,7 @@ import re
 import shutil
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -376,8 +377,9 @@ def _savings(described: Sequence[Sequence[CheckpointShard]]) -> Iterator[dict[in
 def remove_step(folder: Path, step: int) -> None:
     """Delete a step, the JSON files first. Safe when other ranks do the same concurrently."""
     where = step_folder(folder, step)
-    for description in sorted(where.glob("*.json")):
-        description.unlink(missing_ok=True)
+    with suppress(FileNotFoundError):  # another rank was faster
+        for description in sorted(where.glob("*.json")):
+            description.unlink(missing_ok=True)
     shutil.rmtree(where, ignore_errors=True)
 
 

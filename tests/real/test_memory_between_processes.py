@@ -13,6 +13,7 @@ import socket
 import struct
 import subprocess
 import sys
+import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
@@ -143,16 +144,22 @@ def test_an_address_that_is_not_the_loopback_is_a_network_even_if_it_is_ours() -
     run(body())
 
 
-def test_where_names_are_files_the_door_is_one_that_only_we_can_open(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(rendezvous, "ABSTRACT", False)
-    monkeypatch.setattr(rendezvous.tempfile, "gettempdir", lambda: str(tmp_path))
+@pytest.fixture
+def temporary_folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The system's folder for temporary files, where names of sockets are files. Its path is short, as pytest's is not
+    always."""
+    with tempfile.TemporaryDirectory(prefix="hcsim-", dir="/tmp") as folder:
+        monkeypatch.setattr(rendezvous, "ABSTRACT", False)
+        monkeypatch.setattr(rendezvous.tempfile, "gettempdir", lambda: folder)
+        yield Path(folder)
+
+
+def test_where_names_are_files_the_door_is_one_that_only_we_can_open(temporary_folder: Path) -> None:
 
     async def body() -> None:
         async with RealHost(RealOptions("right")) as host:
             listener = await host.listen("127.0.0.1:0")
-            (door,) = tmp_path.glob("hcsim-*/*")  # noqa: ASYNC240
+            (door,) = temporary_folder.glob("hcsim-*/*")  # noqa: ASYNC240
             assert door.parent.stat().st_mode & 0o777 == 0o700
             port = int(listener.address.rpartition(":")[2])
         assert not door.exists()
@@ -181,10 +188,8 @@ def test_a_temporary_folder_may_have_a_longer_path_than_a_socket(
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root gives folders away")
-def test_a_folder_that_another_user_made_first_is_not_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(rendezvous, "ABSTRACT", False)
-    monkeypatch.setattr(rendezvous.tempfile, "gettempdir", lambda: str(tmp_path))
-    squatted = tmp_path / f"hcsim-{os.getuid()}"
+def test_a_folder_that_another_user_made_first_is_not_used(temporary_folder: Path) -> None:
+    squatted = temporary_folder / f"hcsim-{os.getuid()}"
     squatted.mkdir(mode=0o777)
     os.chown(squatted, NOBODY, NOBODY)
 
@@ -1077,6 +1082,7 @@ def test_who_falls_asleep_while_room_is_made_is_woken() -> None:
 
 GIVES = """
 import sys
+import tempfile
 from hcsim.real.shm.rings import Rings
 
 rings, left, data = Rings(int(sys.argv[1]), int(sys.argv[2]), False), int(sys.argv[3]), memoryview(bytes(2**20))

@@ -286,12 +286,13 @@ class RealHost:
                     except OSError as error:
                         failure = error
                         if is_final(error) and race.hopeless:
+                            self._elsewhere.pop(address, None)  # perhaps addresses have changed
                             self._connected("refused")
                             raise translated(error, address) from error
                         channel = await race.wait(delay_s * draw.uniform(0.5, 1.0))
                         delay_s = min(2 * delay_s, _SLOWEST_RETRY_S)
         except TimeoutError:
-            self._elsewhere.pop(address, None)  # perhaps addresses have changed
+            self._elsewhere.pop(address, None)
             failure = race.distrust or failure
             reason = translated(failure, address) if failure else None
             self._connected("refused" if isinstance(reason, PeerRefused) else "unanswered")

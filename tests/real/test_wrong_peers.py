@@ -96,6 +96,25 @@ def test_an_address_that_led_elsewhere_is_tried_again_once_no_other_answers() ->
     with_hosts(body)
 
 
+def test_addresses_that_were_exchanged_are_both_tried_again() -> None:
+    async def body(us: RealHost, peer: RealHost, other: RealHost) -> None:
+        right = await peer.listen("127.0.0.1:0")
+        port = right.address.rpartition(":")[2]
+        wrong = await other.listen(f"[::1]:{port}")
+        address, is_peer = f"[::1]|127.0.0.1:{port}", partial(eq, PEER.node_id)
+        await (await us.connect(address, timeout_s=10, is_peer=is_peer)).close()
+        for listener in (right, wrong):
+            await listener.close()
+        right, wrong = await peer.listen(f"[::1]:{port}"), await other.listen(f"127.0.0.1:{port}")
+        with pytest.raises(WrongPeer):
+            await us.connect(address, timeout_s=10, is_peer=is_peer)
+        channel = await us.connect(address, timeout_s=10, is_peer=is_peer)
+        assert channel.identity == PEER.node_id
+        await channel.close()
+
+    with_hosts(body)
+
+
 # Machines that all have the address of their virtual machines' network, and tell each other so.
 
 OF_VIRTUAL_MACHINES = "192.168.64.1"

@@ -15,6 +15,7 @@ import msgspec
 import pytest
 
 from hcsim.real.interfaces import host_name
+from hcsim.selftest.between import check_host
 from hcsim.selftest.checks import CHECKS
 from hcsim.selftest.machine import check_compressors, check_disk
 from hcsim.selftest.runner import (
@@ -150,6 +151,14 @@ def test_a_check_that_is_unknown_is_told_in_a_line(tmp_path: Path) -> None:
     ended = subprocess.run(hcsim("colectives"), cwd=tmp_path, capture_output=True, text=True, check=False)
     assert ended.returncode == 2
     assert ended.stderr.startswith("error: there is no check 'colectives'")
+
+
+def test_without_ssh_another_machine_has_a_result_that_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    result = asyncio.run(check_host("mini.local", "hcsim", [], print, limit_s=60.0))
+    assert isinstance(result, SelftestResult)
+    assert (result.check, result.state, result.remedy) == ("mini.local", "bad", "install OpenSSH")
+    assert result.found == "ssh cannot be started: No such file or directory"
 
 
 def test_every_check_has_a_limit_and_a_remedy() -> None:

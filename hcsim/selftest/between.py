@@ -210,10 +210,13 @@ async def check_host(
     host: str, program: str, names: Sequence[str], tell: Callable[[str], None], limit_s: float
 ) -> SelftestReport | SelftestResult:
     """Have another machine test itself; its report, or why there is none."""
-    process = await asyncio.create_subprocess_exec(
-        *SSH, host, shlex.join((program, "selftest", "--json", *names)), limit=_LINE_BYTES, start_new_session=True,
-        stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
-    )  # fmt: skip
+    try:
+        process = await asyncio.create_subprocess_exec(
+            *SSH, host, shlex.join((program, "selftest", "--json", *names)), limit=_LINE_BYTES, start_new_session=True,
+            stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+        )  # fmt: skip
+    except OSError as error:
+        return SelftestResult(host, "bad", f"ssh cannot be started: {error.strerror}", 0.0, "install OpenSSH")
     said: list[str] = []
 
     async def follow() -> None:

@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 from mlx.utils import tree_flatten, tree_unflatten
 
-from hcsim.calls import Compression, GroupCall, check_compressor
+from hcsim.calls import Compression, GroupCall
 from hcsim.errors import UsageError
 from hcsim.mlx.arrays import evaluate, read
 from hcsim.mlx.gradients import NONE, GradientCompression
@@ -54,7 +54,6 @@ class DiLoCo:
         self._group = whole(group)
         self._compression = None
         if compressor != NONE:
-            check_compressor(compressor, remembered=True)
             self._compression = GradientCompression(compressor, group=self._group, name="diloco")
         self._steps = 0
         self._samples = 0

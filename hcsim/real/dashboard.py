@@ -15,6 +15,7 @@ import base64
 import hashlib
 import hmac
 import ipaddress
+import math
 import re
 import ssl
 from collections.abc import AsyncIterator, Callable
@@ -127,10 +128,13 @@ async def serving_dashboard(
         if not isinstance(shown, Recorded):
             raise web.HTTPNotFound
         try:
-            at_s = min(max(float(request.query["t"]), 0.0), shown.end_s)
+            at_s = float(request.query["t"])
         except (KeyError, ValueError):
-            raise web.HTTPBadRequest(text="give t, in seconds") from None
-        return _once(web.Response(body=shown.at(at_s), content_type="application/json"))
+            at_s = math.nan
+        if math.isnan(at_s):
+            raise web.HTTPBadRequest(text="give t, in seconds")
+        body = shown.at(min(max(at_s, 0.0), shown.end_s))
+        return _once(web.Response(body=body, content_type="application/json"))
 
     app = web.Application()
     app.router.add_get("/", show_page)

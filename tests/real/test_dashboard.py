@@ -144,7 +144,9 @@ def test_a_recorded_run_is_asked_for_moments_within_it() -> None:
             assert await get(f"{url}at?t=3") == (200, "3")
             assert await get(f"{url}at?t=-3") == (200, "0")
             assert await get(f"{url}at?t=1e9") == (200, "7")
-            assert (await get(f"{url}at?t=soon"))[0] == 400
+            assert await get(f"{url}at?t=inf") == (200, "7")
+            for wrong in ("soon", "nan"):
+                assert (await get(f"{url}at?t={wrong}"))[0] == 400
             assert (await get(f"{url}at"))[0] == 400
             assert (await get(f"{url}events"))[0] == 404
             assert 'data-end-s="7.0' in (await get(url))[1]

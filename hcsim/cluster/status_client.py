@@ -217,6 +217,7 @@ class ClusterWatch:
     def _watch(self, address: str) -> None:
         if address not in self._targets and len(self._targets) < MOST_ASKED:
             self._targets[address] = WatchedNode(address)
+            self._asking = [task for task in self._asking if not task.done()]
             self._asking.append(self._host.spawn(self._follow(self._targets[address]), name=f"watch {address}"))
 
     async def _follow(self, target: WatchedNode) -> None:
@@ -229,7 +230,7 @@ class ClusterWatch:
                 control = target.reply.status.control
                 if self._targets.setdefault(control, target) is not target:
                     await target.close()  # the node is watched at another address
-                    del self._targets[target.address]
+                    self._targets = {key: each for key, each in self._targets.items() if each is not target}
                     return
                 for link in target.reply.links:
                     self._watch(link.control)

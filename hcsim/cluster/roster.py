@@ -39,10 +39,14 @@ class Quarantine(msgspec.Struct, frozen=True):
         """Return the quarantine after an exclusion: longer than the stall, and twice the previous one if that was
         recent."""
         lasts_s = max(QUARANTINE_S, STALL_SHARE * stalled_s)
-        if before is not None and now < before.until_s + STALL_SHARE * before.lasts_s:
+        if before is not None and before.counts(now):
             lasts_s = max(lasts_s, 2 * before.lasts_s)
         lasts_s = min(lasts_s, LONGEST_QUARANTINE_S)
         return cls(lasts_s, now + lasts_s)
+
+    def counts(self, now: float) -> bool:
+        """Return whether another exclusion now is to last longer because of this one."""
+        return now < self.until_s + STALL_SHARE * self.lasts_s
 
 
 class Roster:
@@ -123,6 +127,7 @@ class Roster:
     def disqualify(self, lineage: str, now: float) -> None:
         """Record that this node cannot work with the members of that lineage, and asks others for a while: longer
         each time in a row."""
+        self._unsuited = {name: each for name, each in self._unsuited.items() if each.counts(now)}
         self._unsuited[lineage] = Quarantine.after(self._unsuited.get(lineage), 0.0, now)
 
     def suits(self, lineage: str) -> None:

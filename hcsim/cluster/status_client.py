@@ -135,10 +135,11 @@ class WatchedNode:
         late = f"{self.address} did not answer within {timeout_s:g} s"
         try:
             async with within(host.clock, 2 * timeout_s, late):
+                known_s = -1.0 if self.reply is None or self.reply.details is None else self.reply.details.now_s
                 if self._channel is None:
                     self._channel = await host.connect(self.address, timeout_s=timeout_s)
                     self._channel.limit(MESSAGE_LIMIT_BYTES)
-                known_s = -1.0 if self.reply is None or self.reply.details is None else self.reply.details.now_s
+                    known_s = -1.0  # the machine's clock may have begun anew
                 reply = await SCHEMA.ask(self._channel, StatusRequest(since_s=known_s))
             self._take(expect(reply, StatusReply, self.address))
             self.heard_s, self.failure = host.clock.elapsed(), ""

@@ -200,7 +200,11 @@ async def _together(hosts: Sequence[str], program: str, world: int) -> list[Grou
         first = await take_part(GroupInvitation(secret, 0, world), tell, addresses)
         results = [first]
         for member in members:
-            result = msgspec.json.decode(await member.hear(), type=GroupResult)
+            said = await member.hear()
+            try:
+                result = msgspec.json.decode(said, type=GroupResult)
+            except msgspec.MsgspecError:
+                raise HcsimError(f"{member.host} runs another version of hcsim: it answered {said[:80]!r}") from None
             require(not result.error, f"{member.host}: {result.error}")
             results.append(result)
         return results

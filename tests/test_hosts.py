@@ -77,3 +77,19 @@ def test_what_is_wrong_with_a_file_is_told_in_a_line(tmp_path: Path, text: str, 
 def test_names_that_cannot_be_are_refused(given: str) -> None:
     with pytest.raises(ConfigError, match="--hosts"):
         read_hosts([given])
+
+
+@pytest.mark.parametrize("name", ["a\\u001b[31m", "a\\u0000", "a" * 400], ids=["escape", "null", "long"])
+def test_a_hostfile_whose_names_ssh_cannot_take_is_refused_in_one_line(tmp_path: Path, name: str) -> None:
+    file = tmp_path / "hosts.json"
+    file.write_text(f'[{{"ssh": "{name}"}}]')
+    with pytest.raises(ConfigError, match="is not the name of a host") as caught:
+        read_hosts([str(file)])
+    assert str(caught.value).isprintable()
+    assert len(str(caught.value)) < 500
+
+
+def test_a_hostfile_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+    file = tmp_path / "hosts.json"
+    file.write_text('[{"ssh": "mini.local"}]', encoding="utf-8-sig")
+    assert [host.ssh for host in read_hosts([str(file)])] == ["mini.local"]

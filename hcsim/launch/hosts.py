@@ -19,6 +19,8 @@ from hcsim.units import did_you_mean
 
 _OPTIONS = ("slots", "max_slots", "max-slots")
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
+_LONGEST = 320
+"""The length of a name for ssh: a user, @ and a host's name, which has at most 253 characters."""
 _EXAMPLE = "give each machine once, as ssh knows it, such as mini.local,studio.local, or a file that lists them"
 
 
@@ -51,8 +53,9 @@ def read_hosts(given: Sequence[str]) -> tuple[HostEntry, ...]:
         found += [HostEntry(part.strip()) for part in text.split(",")]
     names = [entry.ssh for entry in found]
     for name in names:
-        if not name or name.startswith("-") or any(letter.isspace() for letter in name):
-            raise ConfigError(f"--hosts: {name!r} is not the name of a host: {_EXAMPLE}")
+        plain = name.isprintable() and " " not in name and len(name) <= _LONGEST
+        if not name or name.startswith("-") or not plain:
+            raise ConfigError(f"--hosts: {name[:_LONGEST]!r} is not the name of a host: {_EXAMPLE}")
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
         raise ConfigError(f"--hosts {','.join(given)}: {twice} is there twice: {_EXAMPLE}")
@@ -73,7 +76,7 @@ def _plain_name(entry: HostEntry) -> str:
 
 def _from_file(path: Path) -> list[HostEntry]:
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--hosts {path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
     entries = _from_json(path, text) if text.lstrip()[:1] in ("[", "{") else _from_lines(path, text)

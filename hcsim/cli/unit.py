@@ -104,6 +104,9 @@ def print_unit(cluster: str, words: Sequence[str], *, for_launchd: bool) -> None
     check_service(words)
     variables = {name: os.environ[name] for name in ("HCSIM_HOME",) if name in os.environ}
     command = (sys.executable, "-m", "hcsim", *words)
+    for place in (sys.executable, str(Path.cwd()), str(Path.home()), *variables.values()):
+        if not place.isprintable():  # a line break would begin a line of the file's own
+            raise ConfigError(f"{place!r}: a service's paths are of printable characters: rename the folder")
     unit = ServiceUnit(cluster, command, Path.cwd(), getpass.getuser(), Path.home(), variables)
     print((launchd if for_launchd else systemd)(unit), end="")
     for step in _installation(cluster, for_launchd=for_launchd):

@@ -86,3 +86,15 @@ def test_what_cannot_be_a_service_is_refused(words: tuple[str, ...], says: str) 
     assert done.exit_code == 2
     assert says in " ".join(done.stderr.split())
     assert not done.stdout
+
+
+def test_a_folder_whose_name_would_begin_a_line_of_the_file_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "a\nExecStartPre=b"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    for kind in ("--systemd", "--launchd"):
+        done = printed(kind, "--", "run", "--real", "job.toml")
+        assert (done.exit_code, done.stdout) == (2, "")
+        assert "rename the folder" in " ".join(done.stderr.split())

@@ -20,6 +20,7 @@ from hcsim.launch.real import WATCH_EVERY_S, watching_cluster
 from hcsim.real.interfaces import host_name
 from hcsim.real.keys import load_credentials
 from hcsim.runtime.host import Readings
+from hcsim.transport.admission_queue import one_line
 
 _EVENTS = 12
 """The number of messages that are shown."""
@@ -49,9 +50,9 @@ async def _watch(home: Path, cluster: str, peers: Sequence[str]) -> None:
 
 def drawn(seen: Overview) -> RenderableType:
     """Return the picture of a cluster."""
-    parts: list[RenderableType] = [Text(seen.headline, _HEADLINES.get(seen.state, "bold red"))]
+    parts: list[RenderableType] = [Text(one_line(seen.headline), _HEADLINES.get(seen.state, "bold red"))]
     if seen.hint:
-        parts.append(Text(seen.hint))
+        parts.append(Text(one_line(seen.hint)))
     if seen.training is not None:
         parts += _training(seen.training)
     if seen.nodes:
@@ -59,11 +60,16 @@ def drawn(seen: Overview) -> RenderableType:
     if seen.links:
         parts.append(_links(seen))
     for event in seen.events[-_EVENTS:]:
-        at = time.strftime("%H:%M:%S", time.localtime(event.at_s))
-        parts.append(
-            Text(f"{at}  {cell(event.who)}  {event.text}", _TONES[event.tone], no_wrap=True, overflow="ellipsis")
-        )
+        line = f"{_time_of_day(event.at_s)}  {cell(event.who)}  {one_line(event.text)}"
+        parts.append(Text(line, _TONES[event.tone], no_wrap=True, overflow="ellipsis"))
     return Group(*parts)
+
+
+def _time_of_day(at_s: float) -> str:
+    try:
+        return time.strftime("%H:%M:%S", time.localtime(at_s))
+    except (OverflowError, ValueError, OSError):  # a member may tell of any time
+        return "--:--:--"
 
 
 def _training(training: TrainingOverview) -> list[Text]:
@@ -75,7 +81,7 @@ def _training(training: TrainingOverview) -> list[Text]:
     if training.left_s:
         figures.append(f"done in {duration_left(training.left_s)}")
     curve = [loss for _, loss in training.curve]
-    return [Text(f"{training.title}: {', '.join(figures)}"), Text(sparkline(curve, _CURVE), "cyan")]
+    return [Text(f"{one_line(training.title)}: {', '.join(figures)}"), Text(sparkline(curve, _CURVE), "cyan")]
 
 
 def duration_left(seconds: float) -> str:

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from hcsim.cli.watch import drawn, sparkline
 from hcsim.cluster.node import ClusterNode
-from hcsim.cluster.overview import Overview, watched
+from hcsim.cluster.overview import EventOverview, Overview, TrainingOverview, watched
 from hcsim.cluster.status_client import ClusterWatch
 from hcsim.config import Crash
 from hcsim.units import Seconds
@@ -83,3 +83,22 @@ def test_a_terminal_shows_it_and_nothing_of_a_name_is_taken_for_markup() -> None
 )
 def test_a_curve_of_characters(values: list[float], expected: str) -> None:
     assert sparkline(values, 10) == expected
+
+
+@pytest.mark.parametrize("at_s", [1.0, 1e300, float("nan")])
+def test_what_other_machines_tell_does_not_reach_the_terminal_as_control_characters(at_s: float) -> None:
+    escape = "\x1b]0;title\x07\x1b[2J"
+    seen = Overview(
+        "home",
+        0.0,
+        "working",
+        f"headline{escape}",
+        f"hint{escape}",
+        training=TrainingOverview(f"work{escape}", 1, 2, 1, 0.5, 0.0, None, None, None, (), ()),
+        events=(EventOverview(at_s, "a", f"said{escape}", "plain"),),
+    )
+    file = StringIO()
+    Console(file=file, width=120).print(drawn(seen))
+    assert all(word in file.getvalue() for word in ("headline", "hint", "work", "said"))
+    assert "\x1b" not in file.getvalue()
+    assert "\x07" not in file.getvalue()

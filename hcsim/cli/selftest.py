@@ -90,7 +90,13 @@ def _line(result: SelftestResult) -> str:
 
 def _summary(facts: MachineFacts, count: int, failed: int) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in facts.versions.items())
-    verdict = f"{failed} of {screen.counted(count, 'check')} failed" if failed else f"all {count} checks passed"
+    verdict = (
+        f"{failed} of {screen.counted(count, 'check')} failed"
+        if failed
+        else "the check passed"
+        if count == 1
+        else f"all {count} checks passed"
+    )
     return f"{verdict}: {facts.chip}, {facts.system}; {versions}"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -84,8 +85,14 @@ def _training(training: TrainingOverview) -> list[Text]:
     return [Text(f"{one_line(training.title)}: {', '.join(figures)}"), Text(sparkline(curve, _CURVE), "cyan")]
 
 
+_MOST_DRAWN = 1e300
+"""Differences of larger values are not finite."""
+
+
 def duration_left(seconds: float) -> str:
-    """Return a duration as people tell it."""
+    """Return a duration as people tell it; "–" for one that is no number, as another member may say."""
+    if not math.isfinite(seconds):
+        return "–"
     minutes = round(seconds / 60)
     if seconds < 90:
         return f"{seconds:.0f} s"
@@ -97,7 +104,7 @@ def sparkline(values: Sequence[float], width: int) -> str:
     count = min(width, len(values))
     shares = [values[i * len(values) // count : (i + 1) * len(values) // count] for i in range(count)]
     means = [sum(share) / len(share) for share in shares]
-    finite = [mean for mean in means if abs(mean) != float("inf") and mean == mean]
+    finite = [mean for mean in means if abs(mean) < _MOST_DRAWN]
     if not finite:
         return ""
     low, high = min(finite), max(finite)

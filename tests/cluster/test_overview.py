@@ -7,7 +7,7 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from hcsim.cli.watch import drawn, sparkline
+from hcsim.cli.watch import drawn, duration_left, sparkline
 from hcsim.cluster.node import ClusterNode
 from hcsim.cluster.overview import EventOverview, Overview, TrainingOverview, watched
 from hcsim.cluster.status_client import ClusterWatch
@@ -102,3 +102,8 @@ def test_what_other_machines_tell_does_not_reach_the_terminal_as_control_charact
     assert all(word in file.getvalue() for word in ("headline", "hint", "work", "said"))
     assert "\x1b" not in file.getvalue()
     assert "\x07" not in file.getvalue()
+
+
+def test_numbers_that_no_member_should_tell_do_not_end_the_watch() -> None:
+    assert sparkline([1e308, -1e308, 1.0, float("nan")], 10) == "××▁×"
+    assert [duration_left(seconds) for seconds in (float("inf"), float("nan"), 60.0)] == ["–", "–", "60 s"]

@@ -2,6 +2,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+	--config-settings editable_mode=compat
 NEW_ENOUGH := -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null
 
 # The tests start hundreds of processes, and each would compile hcsim anew.
@@ -35,8 +37,7 @@ check: $(READY)  ## lint, types, architecture
 
 mac: $(READY)  ## what can be known of Macs anywhere: the C and the types for macOS, ranks spawned, small buffers
 	$(BIN)/python -c 'import ziglang' 2>/dev/null || \
-		$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
-		--config-settings editable_mode=compat -e '.[mac]'
+		$(PIP_INSTALL) -e '.[mac]'
 	$(BIN)/python tests/mac.py
 	$(BIN)/mypy --platform darwin --cache-dir .mypy_cache/darwin
 	$(BIN)/python -m pytest -n auto --dist worksteal --like-a-mac -m "not slow and not soak and not namespaces_long" \
@@ -44,8 +45,7 @@ mac: $(READY)  ## what can be known of Macs anywhere: the C and the types for ma
 
 docs: $(READY)  ## the documentation, into site/
 	$(BIN)/python -c 'import material, mkdocstrings_handlers.python' 2>/dev/null || \
-		$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
-		--config-settings editable_mode=compat -e '.[docs]'
+		$(PIP_INSTALL) -e '.[docs]'
 	$(BIN)/python docs/tools/architecture.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
@@ -54,11 +54,8 @@ $(READY): pyproject.toml constraints.txt setup.py $(wildcard hcsim/compressors/k
 	@$(BIN)/python $(NEW_ENOUGH) || $(PYTHON) $(NEW_ENOUGH) || \
 		{ echo "hcsim needs Python >= 3.11, and $(PYTHON) is none: say which is, as in: make PYTHON=python3.12 test" >&2; exit 1; }
 	$(BIN)/python $(NEW_ENOUGH) || { rm -rf .venv && $(PYTHON) -m venv .venv || { rm -rf .venv; exit 1; }; }
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
-		--config-settings editable_mode=compat -e '.[dev]'
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
-		--config-settings editable_mode=compat -e '.[mlx]' || \
-		echo "MLX has no wheel for this system: its tests are skipped" >&2
+	$(PIP_INSTALL) -e '.[dev,mlx]' || { \
+		echo "MLX has no wheel for this system? Once more without: its tests are skipped" >&2; $(PIP_INSTALL) -e '.[dev]'; }
 	touch $@
 
 clean:

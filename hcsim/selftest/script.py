@@ -17,6 +17,7 @@ from hcsim.cluster.membership_source import MemberCheck
 from hcsim.cluster.view import Member, View
 from hcsim.config import AnyFault, Scenario, Training
 from hcsim.errors import HcsimError
+from hcsim.selftest.contracts import require
 from hcsim.training.elastic import train as elastic
 from hcsim.training.elastic.member import TrainingExtras
 from hcsim.training.run import Point, Report, Run
@@ -30,7 +31,7 @@ NOTICED_S = 0.05
 """From a member's loss to the next view."""
 
 
-class Cluster:
+class ScriptedCluster:
     """All that happens to the membership of one training."""
 
     def __init__(self, world: World, first: Sequence[str], homes: dict[str, str], lineage: str) -> None:
@@ -38,7 +39,7 @@ class Cluster:
         self.homes = homes
         self.lineage = lineage
         self.views: list[View] = []
-        self.conductors: dict[str, Scripted] = {}
+        self.sources: dict[str, ScriptedSource] = {}
         self.done: list[str] = []
         self.outcomes: list[str] = []
         """What those who finished came to."""
@@ -61,8 +62,8 @@ class Cluster:
     def names(self) -> list[str]:
         return [member.name for member in self.views[-1].members]
 
-    def source(self, name: str) -> Scripted:
-        return self.conductors.setdefault(name, Scripted(self, name))
+    def source(self, name: str) -> ScriptedSource:
+        return self.sources.setdefault(name, ScriptedSource(self, name))
 
     def publish(self, names: Sequence[str]) -> None:
         """The next view. Members keep their order, newcomers come last."""
@@ -72,7 +73,7 @@ class Cluster:
     def follow(self, order: Sequence[str]) -> None:
         """The next view, with its members in this order."""
         self.views.append(View(self.lineage, len(self.views), tuple(map(self.member, order))))
-        for source in self.conductors.values():
+        for source in self.sources.values():
             source.news()
 
     def end(self, reason: str) -> None:
@@ -80,7 +81,7 @@ class Cluster:
         self._changing = True
         for view in self.views:
             self._over.setdefault(view.epoch, reason)
-        for source in self.conductors.values():
+        for source in self.sources.values():
             source.news()
 
     def lose(self, reason: str, without: Sequence[str] = ()) -> None:
@@ -129,10 +130,10 @@ class Cluster:
         self.done.append(name)
 
 
-class Scripted:
-    """One member's conductor."""
+class ScriptedSource:
+    """The membership source of one member."""
 
-    def __init__(self, cluster: Cluster, name: str) -> None:
+    def __init__(self, cluster: ScriptedCluster, name: str) -> None:
         self._cluster = cluster
         self._name = name
         self._epoch_s: dict[int, asyncio.Future[str]] = {}
@@ -181,7 +182,7 @@ class Scripted:
 
     def finish(self, outcome: str) -> None:
         self._cluster.outcomes.append(outcome)
-        for source in self._cluster.conductors.values():
+        for source in self._cluster.sources.values():
             source.news()
 
     def will_be_let_in(self, epoch: int) -> bool:
@@ -205,7 +206,7 @@ class Scripted:
 class Watcher:
     """Tells the cluster of each step, and keeps the last parameters."""
 
-    def __init__(self, cluster: Cluster, name: str) -> None:
+    def __init__(self, cluster: ScriptedCluster, name: str) -> None:
         self._cluster = cluster
         self._name = name
         self.points: list[Point] = []
@@ -219,10 +220,12 @@ class Watcher:
         self.run = run
 
 
-class Outcome:
+class ScriptedOutcome:
     """What became of each host."""
 
-    def __init__(self, cluster: Cluster, results: dict[str, Report | BaseException], watchers: dict[str, Watcher]):
+    def __init__(
+        self, cluster: ScriptedCluster, results: dict[str, Report | BaseException], watchers: dict[str, Watcher]
+    ):
         self.cluster = cluster
         self.results = results
         self.watchers = watchers
@@ -232,21 +235,21 @@ class Outcome:
 
     def plan(self) -> list[tuple[int, list[str]]]:
         """Who was there after so many steps, as a script for a run without faults."""
-        eras = sorted(self.began.items())
-        changes = {step: [m.name for m in self.cluster.views[epoch].members] for epoch, step in eras}
+        views = self.cluster.views
+        changes = {step: [m.name for m in views[epoch].members] for epoch, step in sorted(self.began.items())}
         return sorted(changes.items())
 
     def sha256(self) -> str:
-        """Of those who came to the end, if it is one."""
+        """Return the parameters' digest, which must be one, of those who came to the end."""
         ends = {r.sha256 for n, r in self.results.items() if isinstance(r, Report) and n in self.cluster.done}
-        assert len(ends) == 1, self.results
+        require(len(ends) == 1, f"all who came to the end have the same parameters: {self.results}")
         (only,) = ends
-        assert only is not None
-        return only
+        return str(only)
 
     def error(self, name: str) -> BaseException:
         error = self.results[name]
-        assert isinstance(error, BaseException), error
+        if not isinstance(error, BaseException):
+            raise TypeError(f"{name} ended without an error: {error}")
         return error
 
 
@@ -257,11 +260,11 @@ def train(
     first: Sequence[str] = (),
     plan: Sequence[tuple[int, Sequence[str]]] = (),
     faults: Sequence[AnyFault] = (),
-    prepare: Callable[[Cluster], None] = lambda cluster: None,
+    prepare: Callable[[ScriptedCluster], None] = lambda cluster: None,
     lineage: str = "script",
     unlike: Mapping[str, Training] | None = None,
     **options: Any,
-) -> Outcome:
+) -> ScriptedOutcome:
     """Train on the hosts of a scenario. `first` are the members of the first view (all hosts, if it is not given);
     `plan` says who is there after so many steps. Some may have settings `unlike` the others'. An option that is a
     function is asked for each host's own."""
@@ -272,7 +275,7 @@ def train(
 
     world = World(replace(scenario, faults=(*scenario.faults, *faults)), sink=sink)
     homes = {name: str(number) for number, home in enumerate(_homes(scenario)) for name in home}
-    cluster = Cluster(world, first or [host.name for host in world.hosts], homes, lineage)
+    cluster = ScriptedCluster(world, first or [host.name for host in world.hosts], homes, lineage)
     cluster.plan = list(plan)
     prepare(cluster)
     watchers = {host.name: Watcher(cluster, host.name) for host in world.hosts}
@@ -309,12 +312,12 @@ def train(
         async with asyncio.timeout(3600):
             return await watched()
 
-    outcome = Outcome(cluster, world.run(limited()), watchers)
+    outcome = ScriptedOutcome(cluster, world.run(limited()), watchers)
     outcome.began = began
     return outcome
 
 
-def without_faults(faulty: Outcome, scenario: Scenario, settings: Training, **options: Any) -> Outcome:
+def without_faults(faulty: ScriptedOutcome, scenario: Scenario, settings: Training, **options: Any) -> ScriptedOutcome:
     """The reference: the same members at the same steps, by agreement."""
     (step, first), *plan = faulty.plan()
     assert step == 0

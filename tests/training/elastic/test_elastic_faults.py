@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from hcsim.config import AnyFault, Crash, Partition, Pause, Reset, Training, load_scenario
-from hcsim.selftest.script import Outcome, train, without_faults
+from hcsim.selftest.script import ScriptedOutcome, train, without_faults
 from hcsim.training.run import Report
 from hcsim.units import PositiveSeconds, Seconds
 from tests.switches import on_switch
@@ -29,7 +29,7 @@ def reference(key: tuple[tuple[int, tuple[str, ...]], ...], chosen: Training) ->
     return train(SWITCH, chosen, first=first, plan=plan).sha256()
 
 
-def check(faulty: Outcome, chosen: Training) -> None:
+def check(faulty: ScriptedOutcome, chosen: Training) -> None:
     key = tuple((step, tuple(names)) for step, names in faulty.plan())
     assert faulty.sha256() == reference(key, chosen)
 

@@ -15,7 +15,7 @@ from hcsim.compressors.registry import make
 from hcsim.config import AnyFault, Crash, Pause, Reset, Training
 from hcsim.errors import ConfigError, NotFinite
 from hcsim.runtime.host import Host
-from hcsim.selftest.script import Cluster, Outcome, train
+from hcsim.selftest.script import ScriptedCluster, ScriptedOutcome, train
 from hcsim.training.elastic.checkpoint import CheckpointWriter, in_store
 from hcsim.training.run import Report
 from hcsim.training.tasks import task
@@ -33,7 +33,7 @@ def mean(lo: int, hi: int) -> np.ndarray:
     return SLOPES[ORDER[lo:hi]].astype(np.float64).mean(axis=0)
 
 
-def moved(outcome: Outcome, lr: float = 0.5) -> np.ndarray:
+def moved(outcome: ScriptedOutcome, lr: float = 0.5) -> np.ndarray:
     run = outcome.watchers[outcome.cluster.done[-1]].run
     assert run is not None
     return -np.asarray(run.learner.replica.parameters, np.float64) / lr
@@ -42,7 +42,7 @@ def moved(outcome: Outcome, lr: float = 0.5) -> np.ndarray:
 def regrouping(*times: float) -> object:
     """The view ends at these times, with nobody lost."""
 
-    def prepare(cluster: Cluster) -> None:
+    def prepare(cluster: ScriptedCluster) -> None:
         for time in times:
             cluster.world.env.call_at(round(time * 1e9), cluster.lose, "by the script")
 
@@ -160,7 +160,7 @@ def test_members_that_all_stand_still_for_longer_than_their_patience_try_again(n
 def test_workers_come_and_go_and_the_server_goes_too(mode: str) -> None:
     events = {name: asyncio.Event() for name in "abcd"}
 
-    def prepare(cluster: Cluster) -> None:
+    def prepare(cluster: ScriptedCluster) -> None:
         def on_step(name: str, step: int) -> None:
             if step >= 4:
                 events["a"].set()
@@ -199,7 +199,7 @@ def test_a_worker_that_leaves_pays_what_it_owes_before(leaver: str) -> None:
     """Also the server's own. The round after its last may have the batches that were dealt out with it, or without."""
     event = asyncio.Event()
 
-    def prepare(cluster: Cluster) -> None:
+    def prepare(cluster: ScriptedCluster) -> None:
         cluster.on_step = lambda name, step: event.set() if name == leaver and step >= 3 else None
 
     chosen = replace(SYNC, compressor="topk:0.1+ef", steps=9)
@@ -253,14 +253,14 @@ def saving(host: Host) -> CheckpointWriter:
 
 def started_anew(
     crash_s: float, settings: Training, members: str = "abcd", order: str = ""
-) -> tuple[Outcome, list[int]]:
+) -> tuple[ScriptedOutcome, list[int]]:
     """All crash at that time and start anew from their disks; and the steps that were taken after that."""
     crashes = [Crash(at_s=Seconds(crash_s), node=node) for node in members]
     first = train(SWITCH, settings, first=members, faults=crashes, checkpoints=saving)
     disks = {name: first.cluster.world.host(name).store.records for name in members}
     assert [bool(disk) for disk in disks.values()] == [name == "a" for name in members]
 
-    def with_disks(cluster: Cluster) -> None:
+    def with_disks(cluster: ScriptedCluster) -> None:
         for name, disk in disks.items():
             cluster.world.host(name).store.records.update(disk)
 
@@ -288,7 +288,7 @@ def test_after_all_have_left_training_goes_on_from_what_was_trained(mode: str) -
     """Though nothing was saved before: whoever holds the server's state saves it when it goes."""
     events = {name: asyncio.Event() for name in "abcd"}
 
-    def prepare(cluster: Cluster) -> None:
+    def prepare(cluster: ScriptedCluster) -> None:
         cluster.on_step = lambda name, step: events[name].set() if step >= 4 else None
 
     def rarely(host: Host) -> CheckpointWriter:
@@ -299,7 +299,7 @@ def test_after_all_have_left_training_goes_on_from_what_was_trained(mode: str) -
     assert not first.cluster.done
     disks = {name: first.cluster.world.host(name).store.records for name in "abcd"}
 
-    def with_disks(cluster: Cluster) -> None:
+    def with_disks(cluster: ScriptedCluster) -> None:
         for name, disk in disks.items():
             cluster.world.host(name).store.records.update(disk)
 

@@ -15,7 +15,7 @@ from hcsim.config import AnyFault, Crash, Pause, Reset, Training
 from hcsim.errors import ConfigError, Diverged, TrainingError
 from hcsim.real.hardware import FileStore
 from hcsim.runtime.host import Host
-from hcsim.selftest.script import SEED, Cluster, Outcome, train
+from hcsim.selftest.script import SEED, ScriptedCluster, ScriptedOutcome, train
 from hcsim.training.data import Batches
 from hcsim.training.elastic.checkpoint import CheckpointWriter, decode, in_store
 from hcsim.training.learner import fingerprint
@@ -31,7 +31,7 @@ CONVEX = replace(LINEAR, task="convex", evaluate_every=8)
 EVERY_KIND = ("topk:0.1", "randomk:0.2", "fp16", "int8", "int8:block=16,stochastic", "onebit", "powersgd:2", "zstd")
 
 
-def leaving(cluster: Cluster, node: str, step: int) -> Callable[[Host], asyncio.Event]:
+def leaving(cluster: ScriptedCluster, node: str, step: int) -> Callable[[Host], asyncio.Event]:
     """That node is asked to leave when it has done so many steps."""
     events = {name: asyncio.Event() for name in "abcd"}
 
@@ -43,10 +43,10 @@ def leaving(cluster: Cluster, node: str, step: int) -> Callable[[Host], asyncio.
     return lambda host: events[host.name]
 
 
-def dying(node: str, step: int) -> Callable[[Cluster], None]:
+def dying(node: str, step: int) -> Callable[[ScriptedCluster], None]:
     """That node crashes when all have done so many steps, and exchange what comes next."""
 
-    def prepare(cluster: Cluster) -> None:
+    def prepare(cluster: ScriptedCluster) -> None:
         def on_step(name: str, done: int) -> None:
             if (name, done) == (node, step):
                 cluster.world.inject(Crash(at_s=Seconds(cluster.world.loop.time() + 4e-3), node=node))
@@ -56,7 +56,7 @@ def dying(node: str, step: int) -> Callable[[Cluster], None]:
     return prepare
 
 
-def train_and_leave(node: str, step: int, chosen: Training, faults: Sequence[AnyFault] = ()) -> Outcome:
+def train_and_leave(node: str, step: int, chosen: Training, faults: Sequence[AnyFault] = ()) -> ScriptedOutcome:
     asked: list[Callable[[Host], asyncio.Event]] = []
     return train(
         SWITCH,
@@ -68,7 +68,7 @@ def train_and_leave(node: str, step: int, chosen: Training, faults: Sequence[Any
     )
 
 
-def sent_and_owed(outcome: Outcome, lr: float) -> np.ndarray:
+def sent_and_owed(outcome: ScriptedOutcome, lr: float) -> np.ndarray:
     """All that the model was moved by, and all that is still owed by those who are there at the end."""
     runs = [outcome.watchers[name].run for name in outcome.cluster.done]
     assert runs[0] is not None
@@ -82,7 +82,7 @@ def sent_and_owed(outcome: Outcome, lr: float) -> np.ndarray:
     return total
 
 
-def worlds(outcome: Outcome, steps: int) -> list[int]:
+def worlds(outcome: ScriptedOutcome, steps: int) -> list[int]:
     """How many members took part in each step."""
     plan = outcome.plan()
     return [len(next(names for at, names in reversed(plan) if at <= step)) for step in range(steps)]
@@ -136,7 +136,7 @@ def test_a_flipped_bit_in_one_replica_is_caught_in_the_next_step_and_named(eleme
         if (name, step) == ("c", 3):
             tasks["c"].replicas[0].parameters.view(np.uint32)[element] ^= np.uint32(1 << place)
 
-    def prepare(cluster: Cluster) -> None:
+    def prepare(cluster: ScriptedCluster) -> None:
         cluster.on_step = flip
 
     outcome = train(SWITCH, LINEAR, prepare=prepare, what=lambda host: tasks[host.name])
@@ -153,7 +153,7 @@ def test_of_two_unlike_replicas_none_is_said_to_be_right() -> None:
         if (name, step) == ("a", 2):
             tasks["a"].replicas[0].parameters[5] += 1
 
-    def prepare(cluster: Cluster) -> None:
+    def prepare(cluster: ScriptedCluster) -> None:
         cluster.on_step = flip
 
     outcome = train(on_switch("ab"), LINEAR, prepare=prepare, what=lambda host: tasks[host.name])
@@ -213,7 +213,7 @@ def test_after_all_have_started_anew_training_goes_on_from_the_newest_checkpoint
     disks = {name: first.cluster.world.host(name).store.records for name in "abcd"}
     assert [bool(disk) for disk in disks.values()] == [True, False, False, False]
 
-    def with_disks(cluster: Cluster) -> None:
+    def with_disks(cluster: ScriptedCluster) -> None:
         for name, disk in disks.items():
             cluster.world.host(name).store.records.update(disk)
 
@@ -227,11 +227,13 @@ def test_after_all_have_started_anew_training_goes_on_from_the_newest_checkpoint
     assert same_order.sha256() == through.sha256()
 
 
-def left_and_started_anew(steps: dict[str, int], chosen: Training, **options: Any) -> tuple[Outcome, Outcome]:
+def left_and_started_anew(
+    steps: dict[str, int], chosen: Training, **options: Any
+) -> tuple[ScriptedOutcome, ScriptedOutcome]:
     """Each is asked to leave after so many steps; then all start anew from their disks."""
     events = {name: asyncio.Event() for name in steps}
 
-    def prepare(cluster: Cluster) -> None:
+    def prepare(cluster: ScriptedCluster) -> None:
         cluster.on_step = lambda name, step: events[name].set() if step == steps[name] else None
 
     def saving(host: Host) -> CheckpointWriter:
@@ -244,7 +246,7 @@ def left_and_started_anew(steps: dict[str, int], chosen: Training, **options: An
     assert not first.cluster.done
     assert all(disks.values())
 
-    def with_disks(cluster: Cluster) -> None:
+    def with_disks(cluster: ScriptedCluster) -> None:
         for name, disk in disks.items():
             cluster.world.host(name).store.records.update(disk)
 
@@ -270,11 +272,11 @@ def test_what_one_handed_on_before_the_others_left_too_is_owed_once() -> None:
     np.testing.assert_allclose(sent_and_owed(again, 0.5), means(sizes), rtol=1e-4, atol=1e-4)
 
 
-def left_without_a_view(chosen: Training, after: int) -> Outcome:
+def left_without_a_view(chosen: Training, after: int) -> ScriptedOutcome:
     """After so many steps the view is lost, none follows, and all are asked to leave."""
     event = asyncio.Event()
 
-    def prepare(cluster: Cluster) -> None:
+    def prepare(cluster: ScriptedCluster) -> None:
         def on_step(name: str, step: int) -> None:
             if step == after and not event.is_set():
                 event.set()
@@ -310,7 +312,7 @@ def test_a_full_disk_keeps_nobody_from_leaving() -> None:
     told: list[str] = []
     events = {name: asyncio.Event() for name in "abcd"}
 
-    def prepare(cluster: Cluster) -> None:
+    def prepare(cluster: ScriptedCluster) -> None:
         cluster.on_step = lambda name, step: events[name].set() if step == 3 else None
 
     outcome = train(

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from hcsim.cluster.view import Member, View
 from hcsim.config import Training
 from hcsim.runtime.host import Host
-from hcsim.selftest.script import Cluster, Outcome, train
+from hcsim.selftest.script import ScriptedCluster, ScriptedOutcome, train
 from hcsim.training.elastic.checkpoint import CheckpointWriter, in_store
 from hcsim.training.elastic.progress import MemberProgress, TrainedView, lineage_digest, most_right
 from hcsim.units import PositiveSeconds
@@ -87,8 +87,8 @@ def checkpoint_of_long_ago(strategy: str) -> dict[str, bytes]:
 def test_one_that_left_long_ago_takes_over_what_a_cluster_has_that_began_without_it(strategy: str):
     disk = checkpoint_of_long_ago(strategy)
 
-    def joined(records: dict[str, bytes]) -> Outcome:
-        def prepare(cluster: Cluster) -> None:
+    def joined(records: dict[str, bytes]) -> ScriptedOutcome:
+        def prepare(cluster: ScriptedCluster) -> None:
             cluster.world.host("c").store.records.update(records)
 
         return train(

@@ -160,8 +160,8 @@ class FailureDomain:
         return error
 
     def not_started(self, operation: Operation) -> CollectiveError:
-        peer = self.error.peer if isinstance(self.error, CollectiveError) else None
-        return CollectiveError(f"{operation} was not started: {self.error}", peer=peer)
+        because = self.error if isinstance(self.error, CollectiveError) else CollectiveError("")
+        return CollectiveError(f"{operation} was not started: {self.error}", peer=because.peer, phase=because.phase)
 
     def timeout(self, operation: Operation, timeout_s: float) -> CollectiveTimeout:
         peer, phase = operation.waiting_for()

@@ -322,6 +322,17 @@ def test_every_survivor_names_the_rank_that_died_whoever_told_it(virtual, member
     assert [error.peer for error in results] == [1, 1, 1], results
 
 
+def test_an_operation_that_was_not_started_says_that_a_peer_told_why(virtual):
+    async def program(group: Group) -> CollectiveError:
+        await failure(group.all_reduce(LARGE, algorithm="ring"))  # rank 3 has no link to rank 1
+        return (await failure(group.barrier()))[0]
+
+    results = virtual.outcome(4, program, options=TIMEOUT, faults=[FAULTS["clean crash"]]).results
+    not_started = results[3]
+    assert "was not started" in str(not_started)
+    assert (not_started.peer, not_started.phase) == (1, "told by a peer")
+
+
 DIES = """
 import asyncio, os, sys
 import numpy as np

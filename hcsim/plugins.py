@@ -17,7 +17,8 @@ from hcsim.compressors.codec import FlatCompressor
 from hcsim.compressors.registry import register as register_compressor
 from hcsim.config import Machine
 from hcsim.config.faults import FAULTS, Fault
-from hcsim.config.home import CATALOGUE, MEDIA, OWN_MEDIA, AnyMedium
+from hcsim.config.home import MEDIA, OWN_MEDIA, AnyMedium
+from hcsim.config.machine import CATALOGUE
 from hcsim.errors import UsageError
 from hcsim.registry import load_plugin
 from hcsim.training.optimizer import AdamW, Sgd

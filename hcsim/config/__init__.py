@@ -54,7 +54,8 @@ from hcsim.config.faults import (
     WrongSize,
 )
 from hcsim.config.file import load_scenario, parse_scenario, shipped_scenarios, write_faults, write_job, write_scenario
-from hcsim.config.home import CATALOGUE, MEDIA, AnyMedium, Cable, Ethernet, Machine, Thunderbolt, Tunnel, Wan, Wifi
+from hcsim.config.home import MEDIA, AnyMedium, Cable, Ethernet, Thunderbolt, Tunnel, Wan, Wifi
+from hcsim.config.machine import CATALOGUE, Basis, CodecCurve, KernelCurve, Machine, MessageCosts
 from hcsim.config.scenario import Attachment, Job, Node, Scenario, Tcp, idealised
 from hcsim.config.training import Training
 
@@ -66,6 +67,7 @@ __all__ = [
     "AnyFault",
     "AnyMedium",
     "Attachment",
+    "Basis",
     "BlockedPort",
     "Cable",
     "CablePulled",
@@ -73,6 +75,7 @@ __all__ = [
     "ClockJump",
     "Clog",
     "Cluster",
+    "CodecCurve",
     "CopiedIdentity",
     "Crash",
     "Datagrams",
@@ -85,10 +88,12 @@ __all__ = [
     "Heartbeat",
     "InterfaceChange",
     "Job",
+    "KernelCurve",
     "Leave",
     "Lid",
     "LinkChange",
     "Machine",
+    "MessageCosts",
     "Misbehave",
     "Misbehaviour",
     "MulticastLoss",

@@ -25,7 +25,8 @@ from hcsim.config.faults import (
     Stranger,
     WifiGate,
 )
-from hcsim.config.home import CATALOGUE, AnyMedium, Thunderbolt, Wan, Wifi
+from hcsim.config.home import AnyMedium, Thunderbolt, Wan, Wifi
+from hcsim.config.machine import CATALOGUE, Machine
 from hcsim.config.scenario import Attachment, Node, Scenario
 from hcsim.errors import ConfigError
 from hcsim.units import did_you_mean
@@ -38,7 +39,9 @@ def complete(scenario: Scenario) -> Scenario:
     """Return the scenario with each node's copies, home and cables, after checking that its tables fit together."""
     media = {medium.name: medium for medium in scenario.media}
     _refuse_twice((f"medium[{i}].name", medium.name) for i, medium in enumerate(scenario.media))
-    at_home = [_settled(f"node[{i}]", node, media) for i, node in enumerate(scenario.nodes)]
+    machines = {machine.name: machine for machine in scenario.machines}
+    _refuse_twice((f"machine[{i}].name", machine.name) for i, machine in enumerate(scenario.machines))
+    at_home = [_settled(f"node[{i}]", node, media, machines) for i, node in enumerate(scenario.nodes)]
     copies = [(f"node[{i}]", copy) for i, node in enumerate(at_home) for copy in _copies(node)]
     _refuse_twice((f"{path}.name", node.name) for path, node in copies)
     names = [node.name for _, node in copies]
@@ -81,10 +84,12 @@ def _refuse_parallel_cables(media: Sequence[AnyMedium]) -> None:
             laid[ends] = path
 
 
-def _settled(path: str, node: Node, media: dict[str, AnyMedium]) -> Node:
-    """Return the node with its home, which must be that of its media."""
-    if isinstance(node.machine, str):
-        check_known(f"{path}.machine", node.machine, CATALOGUE, "machine")
+def _settled(path: str, node: Node, media: dict[str, AnyMedium], machines: Mapping[str, Machine]) -> Node:
+    """Return the node with the file's machine that it names, and with its home, which must be that of its media."""
+    if isinstance(node.machine, str) and node.machine in machines:
+        node = replace(node, machine=machines[node.machine])
+    elif isinstance(node.machine, str):
+        check_known(f"{path}.machine", node.machine, [*machines, *CATALOGUE], "machine")
     homes: list[str] = [node.home] if node.home else []
     for i, link in enumerate(node.links):
         check_known(f"{path}.links[{i}]", link.medium, media, "medium")

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import msgspec
+from msgspec.structs import replace
 
 from hcsim.config.check import complete
 from hcsim.config.cluster import Cluster
@@ -144,7 +145,8 @@ def write_scenario(scenario: Scenario) -> str:
     head = [line for line in _given(scenario) if line.partition(" ")[0] in _OF_THE_ROOT]
     tables: list[tuple[str, Table]] = [("[[medium]]", medium) for medium in scenario.media]
     tables += [("[[wan]]", line) for line in scenario.wan]
-    tables += [("[[node]]", node) for node in scenario.nodes]
+    nodes = [replace(n, machine=n.machine.name) if n.machine in scenario.machines else n for n in scenario.nodes]
+    tables += [("[[machine]]", machine) for machine in scenario.machines] + [("[[node]]", node) for node in nodes]
     once: list[tuple[str, Table | None]] = [("[tcp]", scenario.tcp), ("[cluster]", scenario.cluster)]
     once += [("[training]", scenario.training)]
     tables += [(header, table) for header, table in once if table is not None and table != Tcp()]

@@ -13,7 +13,8 @@ from msgspec.structs import replace
 
 from hcsim.config.cluster import Cluster
 from hcsim.config.faults import AnyFault, CopiedIdentity, Partition
-from hcsim.config.home import AnyMedium, Machine, Thunderbolt, Wan, Wifi
+from hcsim.config.home import AnyMedium, Thunderbolt, Wan, Wifi
+from hcsim.config.machine import Machine
 from hcsim.config.table import Count, Name, Table
 from hcsim.config.training import Training
 from hcsim.units import BitRate, Bytes, Flops, PositiveBytes, PositiveSeconds, Seconds, Share
@@ -112,6 +113,8 @@ class Scenario(Table, frozen=True):
     nodes: tuple[Node, ...] = field(name="node", default=())
     """The machines. A file without any defines only the work, and runs on real machines only."""
     description: str = ""
+    machines: tuple[Machine, ...] = field(name="machine", default=())
+    """Machines that nodes name, before those of the catalogue."""
     plugins: tuple[str, ...] = ()
     """Modules, or files in the same folder, that are imported before the rest is read: see `hcsim.plugins`."""
     processes: tuple[str, ...] = ()

@@ -142,6 +142,19 @@ def unpacked(saved: bytes, kind: type[T], where: str) -> T:
     raise ConfigError(f"{where}: cannot be read: {why}; remove it to start afresh")
 
 
+class KernelGroup(msgspec.Struct, frozen=True):
+    """Kernels of one kind and size."""
+
+    kind: str
+    """One of `config.KernelKind`."""
+    flops: float
+    """Of each."""
+    moved_bytes: float
+    """That each reads from and writes to memory."""
+    count: int = 1
+    dtype: str = "float32"
+
+
 class Work(msgspec.Struct, frozen=True):
     """The amount of work, for a machine whose time is modelled."""
 
@@ -150,6 +163,8 @@ class Work(msgspec.Struct, frozen=True):
     """Bytes read from and written to memory."""
     kernels: int = 1
     """Kernels launched one after the other, each with the machine's launch overhead."""
+    groups: tuple[KernelGroup, ...] = ()
+    """The same work by kind of kernel, for a machine whose kernels were measured; empty where it is not known."""
 
 
 class Chip(msgspec.Struct, frozen=True):

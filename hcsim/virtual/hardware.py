@@ -20,9 +20,10 @@ from math import prod
 from typing import Literal, Protocol, TypeAlias, TypeVar
 
 from hcsim.config import CATALOGUE, Machine, Node
+from hcsim.config.machine import interpolated_s
 from hcsim.errors import ConfigError, UsageError
 from hcsim.runtime.clock import Limit
-from hcsim.runtime.host import Chip, Work
+from hcsim.runtime.host import Chip, KernelGroup, Work
 from hcsim.virtual.loop import VirtualLoop
 
 
@@ -40,10 +41,27 @@ def seconds(machine: Machine, work: Work, throttle: float = 1.0) -> float:
     """Return the duration of the work. `throttle` in (0, 1] is the remaining fraction of the machine's speed."""
     if not 0 < throttle <= 1:
         raise UsageError(f"a throttle of {throttle} is not in (0, 1]")
+    steady = machine.sustained if machine.fanless else 1.0
+    if machine.kernels and work.groups:
+        return sum(group.count * _kernel_s(machine, group) for group in work.groups) / (throttle * steady)
     compute_s = work.flops / (machine.efficiency_compute * machine.peak_flops)
     memory_s = work.moved_bytes / (machine.efficiency_memory * machine.memory_Bps)
-    steady = machine.sustained if machine.fanless else 1.0
     return max(compute_s, memory_s) / (throttle * steady) + work.kernels * machine.overhead_s
+
+
+_BY_FLOPS = ("matmul", "convolution", "attention")
+
+
+def _kernel_s(machine: Machine, group: KernelGroup) -> float:
+    """Return the measured time of one kernel of the group; where its kind was not measured, that of the roofline."""
+    size = group.flops if group.kind in _BY_FLOPS else group.moved_bytes
+    same_kind = [curve for curve in machine.kernels if curve.kind == group.kind]
+    if not same_kind:
+        compute_s = group.flops / (machine.efficiency_compute * machine.peak_flops)
+        memory_s = group.moved_bytes / (machine.efficiency_memory * machine.memory_Bps)
+        return max(compute_s, memory_s) + machine.overhead_s
+    curve = next((curve for curve in same_kind if curve.dtype == group.dtype), same_kind[0])
+    return interpolated_s(curve.points, size)
 
 
 T = TypeVar("T")

@@ -2,9 +2,18 @@ from __future__ import annotations
 
 import pytest
 
-from hcsim.config import CATALOGUE, Machine, Node, load_scenario, shipped_scenarios
+from hcsim.config import (
+    CATALOGUE,
+    KernelCurve,
+    Machine,
+    Node,
+    load_scenario,
+    parse_scenario,
+    shipped_scenarios,
+    write_scenario,
+)
 from hcsim.errors import ConfigError, UsageError
-from hcsim.runtime.host import Work
+from hcsim.runtime.host import KernelGroup, Work
 from hcsim.virtual.hardware import machine_of, seconds
 
 PLAIN = Machine("plain", 1e12, 1e11, efficiency_compute=0.5, efficiency_memory=0.25, overhead_s=1e-3)
@@ -66,3 +75,49 @@ def test_shipped_scenarios_name_machines_that_exist(name: str) -> None:
 def test_every_kernel_costs_its_launch() -> None:
     one, ten = (seconds(PLAIN, Work(1e12, 0, kernels)) for kernels in (1, 10))
     assert ten - one == pytest.approx(9 * PLAIN.overhead_s)
+
+
+def test_a_measured_machine_takes_its_time_from_its_curves():
+    curves = KernelCurve("matmul", ((1e6, 1e-5), (1e9, 1e-3))), KernelCurve("copy", ((4e3, 2e-6),))
+    measured = Machine("mini", 1e12, 1e11, kernels=curves)
+    groups = (KernelGroup("matmul", 5.005e8, 1e6, 2), KernelGroup("copy", 0.0, 8e3, 3), KernelGroup("copy", 0.0, 1.0))
+    expected_s = 2 * (1e-5 + (1e-3 - 1e-5) / 2) + 3 * 4e-6 + 2e-6
+    assert seconds(measured, Work(groups=groups)) == pytest.approx(expected_s)
+    assert seconds(measured, Work(groups=groups), throttle=0.5) == pytest.approx(2 * expected_s)
+    unmeasured = seconds(measured, Work(groups=(KernelGroup("gather", 0.0, 8e9),)))
+    assert unmeasured == pytest.approx(0.1 + measured.overhead_s)  # 80 of 100 GB/s
+
+
+def test_a_file_brings_machines_of_its_own_that_its_nodes_name():
+    text = """
+name = "measured"
+[[machine]]
+name = "mini"
+peak = "4 TFLOPS"
+memory = "120 GB/s"
+step = "3 ms"
+messages = { send = "60 us", receive = "80 us", basis = { kind = "measured", date = "2026-11-19", spread = 0.1 } }
+[[machine.kernel]]
+kind = "matmul"
+points = [[1e6, 1e-5], [1e9, 1e-3]]
+[[medium]]
+kind = "ethernet"
+name = "switch"
+rate = "1 Gb/s"
+[[node]]
+name = "a"
+machine = "mini"
+links = ["switch"]
+"""
+    scenario = parse_scenario(text, "measured.toml")
+    machine = machine_of(scenario.nodes[0])
+    assert machine.step_s == 3e-3
+    assert machine.messages is not None
+    assert machine.messages.basis.spread == 0.1
+    written = write_scenario(scenario)
+    assert 'machine = "mini"' in written
+    assert parse_scenario(written, "again").nodes == scenario.nodes
+    with pytest.raises(ConfigError, match=r'node\[0\].machine = "mimi".*did you mean mini'):
+        parse_scenario(text.replace('machine = "mini"', 'machine = "mimi"'), "measured.toml")
+    with pytest.raises(ConfigError, match=r"machine\[0\].kernel\[0\].*order of increasing sizes"):
+        parse_scenario(text.replace("[1e6, 1e-5]", "[1e9, 1e-5]"), "measured.toml")

@@ -1,0 +1,172 @@
+"""The machines: how fast they compute, encode, and handle messages, and a catalogue of them by name.
+
+A machine of the catalogue is a data sheet with efficiencies. A measured one has curves instead: the time of a kernel
+of each kind against its size, of each compressor, and what a message costs. `Basis` says of each figure where it comes
+from.
+"""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from typing import Annotated, Literal, TypeAlias
+
+from msgspec import Meta, field
+
+from hcsim.config.table import Table
+from hcsim.errors import UsageError
+from hcsim.registry import Registry
+from hcsim.units import ByteRate, Bytes, FlopRate, PositiveShare, Seconds
+
+KernelKind: TypeAlias = Literal[
+    "matmul", "convolution", "attention", "elementwise", "reduction", "gather", "optimizer", "copy"
+]
+
+
+class Basis(Table, frozen=True):
+    """Where a figure comes from, and how far it can be trusted."""
+
+    kind: Literal["measured", "published", "estimated"] = "estimated"
+    source: str = ""
+    """Where it was published, from what it was estimated, or the software that was measured."""
+    date: str = ""
+    """The day of the measurement: "2026-11-19"."""
+    spread: Annotated[float, Meta(ge=0)] = 0.0
+    """Half of the distance between its 10th and its 90th percentile, relative to the figure."""
+
+
+def _check_points(what: str, points: tuple[tuple[float, float], ...]) -> None:
+    sizes = [size for size, _ in points]
+    if any(later <= earlier for earlier, later in pairwise(sizes)) or any(map(_is_odd, sum(points, ()))):
+        raise UsageError(f"{what}: points must be pairs of a size and seconds, in the order of increasing sizes")
+
+
+def _is_odd(value: float) -> bool:
+    return not math.isfinite(value) or value < 0
+
+
+def interpolated_s(points: tuple[tuple[float, float], ...], size: float) -> float:
+    """Return the time for this size: linear between the points, constant below the first, and in proportion to the
+    size above the last."""
+    first_size, first_s = points[0]
+    if size <= first_size:
+        return first_s
+    for (below, below_s), (above, above_s) in pairwise(points):
+        if size <= above:
+            return below_s + (above_s - below_s) * (size - below) / (above - below)
+    last_size, last_s = points[-1]
+    return last_s * size / last_size
+
+
+Points: TypeAlias = Annotated[tuple[tuple[float, float], ...], Meta(min_length=1)]
+
+
+class KernelCurve(Table, frozen=True):
+    """The time of one kernel of a kind, launch included, against its size: FLOPs for a matmul, a convolution and an
+    attention, and bytes that are read or written for all others."""
+
+    kind: KernelKind
+    points: Points
+    dtype: str = "float32"
+    basis: Basis = Basis("measured")
+
+    def __post_init__(self) -> None:
+        _check_points(f"kernel {self.kind} {self.dtype}", self.points)
+
+
+class CodecCurve(Table, frozen=True):
+    """The time to encode and to decode a tensor against its size in bytes, uncompressed."""
+
+    compressor: str
+    encode: Points
+    decode: Points
+    basis: Basis = Basis("measured")
+
+    def __post_init__(self) -> None:
+        _check_points(f"encode {self.compressor}", self.encode)
+        _check_points(f"decode {self.compressor}", self.decode)
+
+
+class MessageCosts(Table, frozen=True):
+    """What messages cost a machine's processor."""
+
+    send_s: Seconds = Seconds(0)
+    """For each message, whatever its size."""
+    receive_s: Seconds = Seconds(0)
+    send_rate_Bps: ByteRate = ByteRate(math.inf)
+    """How many bytes one core passes on to the network in a second."""
+    receive_rate_Bps: ByteRate = ByteRate(math.inf)
+    tls_send_rate_Bps: ByteRate = ByteRate(math.inf)
+    """How many bytes one core encrypts in a second, on top of the cost of plain bytes."""
+    tls_receive_rate_Bps: ByteRate = ByteRate(math.inf)
+    basis: Basis = Basis("estimated")
+
+
+class Machine(Table, frozen=True):
+    """The compute hardware of a node. An efficiency is the share of the data-sheet figure that is reached."""
+
+    name: str
+    peak_flops: FlopRate
+    memory_Bps: ByteRate
+    efficiency_compute: PositiveShare = PositiveShare(0.8)
+    efficiency_memory: PositiveShare = PositiveShare(0.8)  # not verified
+    overhead_s: Seconds = Seconds(10e-6)  # not verified
+    fanless: bool = False
+    sustained: PositiveShare = PositiveShare(0.6)
+    """The share of its speed that a fanless machine keeps when it is hot."""
+    basis: Basis = Basis()
+    """Of the figures above."""
+    ram_bytes: Bytes | None = None
+    """Only reported on request: a run that exceeds it does not fail."""
+    kernels: tuple[KernelCurve, ...] = field(name="kernel", default=())
+    """Where there are curves, they replace the efficiencies."""
+    codecs: tuple[CodecCurve, ...] = field(name="codec", default=())
+    messages: MessageCosts | None = None
+    """None: messages cost no processor time."""
+    step_s: Seconds = Seconds(0)
+    """What a training step costs beside its kernels, messages and codecs."""
+    step_basis: Basis = Basis()
+    shares_processor: bool = False
+    """Whether messages and kernels are handled by the same processor, so that each delays the other."""
+
+
+# Peaks are fp32 of the largest GPU of each chip: cores × 256 × GHz. Where a source gives a range, its middle.
+_CHIPS = {
+    "M1": (2.62, 68),
+    "M1 Pro": (5.31, 200),
+    "M1 Max": (10.6, 400),
+    "M1 Ultra": (21.2, 800),
+    "M2": (3.58, 100),
+    "M2 Pro": (6.80, 200),
+    "M2 Max": (13.6, 400),
+    "M2 Ultra": (27.2, 800),
+    "M3": (3.58, 100),
+    "M3 Pro": (6.44, 150),
+    "M3 Max": (14.3, 400),
+    "M3 Ultra": (28.6, 819),
+    "M4": (3.9, 120),  # ? 3.8 to 4.0
+    "M4 Pro": (8.1, 273),  # ?
+    "M4 Max": (16.7, 546),  # ? 16.2 to 17.2
+    "M5": (4.04, 153),
+    "M5 Pro": (8.3, 307),  # ?
+    "M5 Max": (17.3, 614),  # ? 16.6 to 18
+}
+_FANLESS = {"M1 Air": "M1", "M2 Air": "M2", "M3 Air": "M3", "M4 Air": "M4"}
+
+
+def _chip(name: str, chip: str, *, fanless: bool = False) -> Machine:
+    tflops, gigabytes_per_s = _CHIPS[chip]
+    return Machine(name, FlopRate(tflops * 1e12), ByteRate(gigabytes_per_s * 1e9), fanless=fanless)
+
+
+_IDEAL = Machine("ideal", FlopRate(math.inf), ByteRate(math.inf), overhead_s=Seconds(0))
+
+CATALOGUE: Registry[Machine] = Registry(
+    "machine",
+    {
+        **{name: _chip(name, name) for name in _CHIPS},
+        **{name: _chip(name, chip, fanless=True) for name, chip in _FANLESS.items()},
+        _IDEAL.name: _IDEAL,
+    },
+)
+"""Machines by name. Every operation of "ideal" takes no time."""

@@ -1,14 +1,6 @@
 """The hardware of a host: a device, a clock, and a disk.
 
-The device calls functions at once and charges virtual time for them. The time follows the roofline model of
-Williams, Waterman and Patterson ("Roofline: an insightful visual performance model for multicore
-architectures", CACM 52:4, 2009): a kernel is bound either by arithmetic or by memory,
-
-    T = max(FLOPs / (η_c · peak), bytes / (η_b · bandwidth)) / throttle + kernels · overhead.
-
-η_c and η_b are the fractions of the data-sheet figures that real kernels reach. A fanless machine runs at its
-sustained rate from the start, because training lasts much longer than its heat reserve. `overhead` is charged
-for each kernel launch.
+The device calls functions at once and charges virtual time for them, as `runtime.work_time` says.
 """
 
 from __future__ import annotations
@@ -20,10 +12,10 @@ from math import prod
 from typing import Literal, Protocol, TypeAlias, TypeVar
 
 from hcsim.config import CATALOGUE, Machine, Node
-from hcsim.config.machine import interpolated_s
-from hcsim.errors import ConfigError, UsageError
+from hcsim.errors import ConfigError
 from hcsim.runtime.clock import Limit
-from hcsim.runtime.host import Chip, KernelGroup, Work
+from hcsim.runtime.host import Chip, Work
+from hcsim.runtime.work_time import seconds
 from hcsim.virtual.loop import VirtualLoop
 
 
@@ -35,33 +27,6 @@ def machine_of(node: Node) -> Machine:
         return CATALOGUE.named(node.machine)
     except ConfigError as error:
         raise ConfigError(f'node "{node.name}": {error}') from None
-
-
-def seconds(machine: Machine, work: Work, throttle: float = 1.0) -> float:
-    """Return the duration of the work. `throttle` in (0, 1] is the remaining fraction of the machine's speed."""
-    if not 0 < throttle <= 1:
-        raise UsageError(f"a throttle of {throttle} is not in (0, 1]")
-    steady = machine.sustained if machine.fanless else 1.0
-    if machine.kernels and work.groups:
-        return sum(group.count * _kernel_s(machine, group) for group in work.groups) / (throttle * steady)
-    compute_s = work.flops / (machine.efficiency_compute * machine.peak_flops)
-    memory_s = work.moved_bytes / (machine.efficiency_memory * machine.memory_Bps)
-    return max(compute_s, memory_s) / (throttle * steady) + work.kernels * machine.overhead_s
-
-
-_BY_FLOPS = ("matmul", "convolution", "attention")
-
-
-def _kernel_s(machine: Machine, group: KernelGroup) -> float:
-    """Return the measured time of one kernel of the group; where its kind was not measured, that of the roofline."""
-    size = group.flops if group.kind in _BY_FLOPS else group.moved_bytes
-    same_kind = [curve for curve in machine.kernels if curve.kind == group.kind]
-    if not same_kind:
-        compute_s = group.flops / (machine.efficiency_compute * machine.peak_flops)
-        memory_s = group.moved_bytes / (machine.efficiency_memory * machine.memory_Bps)
-        return max(compute_s, memory_s) + machine.overhead_s
-    curve = next((curve for curve in same_kind if curve.dtype == group.dtype), same_kind[0])
-    return interpolated_s(curve.points, size)
 
 
 T = TypeVar("T")

@@ -15,11 +15,12 @@ from torch import nn
 
 from hcsim.config import Crash, Pause, Restart, Scenario, parse_scenario
 from hcsim.runtime.host import Work
+from hcsim.runtime.work_time import seconds
 from hcsim.scripts.fork_server import START_METHOD
 from hcsim.scripts.ipc import ended_how
 from hcsim.scripts.processes import RankProcesses
 from hcsim.scripts.run import simulate_script
-from hcsim.virtual.hardware import machine_of, seconds
+from hcsim.virtual.hardware import machine_of
 from tests.scripts.conftest import Runner
 from tests.switches import on_switch
 

@@ -14,7 +14,8 @@ from hcsim.config import (
 )
 from hcsim.errors import ConfigError, UsageError
 from hcsim.runtime.host import KernelGroup, Work
-from hcsim.virtual.hardware import machine_of, seconds
+from hcsim.runtime.work_time import seconds
+from hcsim.virtual.hardware import machine_of
 
 PLAIN = Machine("plain", 1e12, 1e11, efficiency_compute=0.5, efficiency_memory=0.25, overhead_s=1e-3)
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib import import_module
 from math import prod
-from types import ModuleType
 
 import numpy as np
 from hypothesis import HealthCheck, settings
@@ -13,20 +11,9 @@ from hypothesis import strategies as st
 
 from hcsim.compressors.base import Array, Ident, LinearCompressor
 from hcsim.compressors.kernels import plain
+from hcsim.selftest.machine import compiled_loops
 
-
-def _compiled_loops() -> list[ModuleType]:
-    found = []
-    for name in ("compiled", "avx2"):
-        try:
-            found.append(import_module(f"hcsim.compressors.kernels.{name}"))
-        except ImportError:
-            continue
-    return found
-
-
-COMPILED_LOOPS = _compiled_loops()
-"""Those that the install compiled and that this processor can run; the last are in use."""
+COMPILED_LOOPS = compiled_loops()
 LOOPS = [*COMPILED_LOOPS, plain]
 quick = settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 
 import pytest
 
@@ -11,6 +10,7 @@ from hcsim.errors import ChannelBroken, ChannelClosed, ConfigError, PeerRefused
 from hcsim.runtime.channel import EMPTY
 from hcsim.runtime.frame import Header
 from hcsim.runtime.host import Medium, Work
+from hcsim.selftest.contracts import ends_of_tasks_are_told, timeouts_end_in_order
 
 
 def test_a_port_where_nobody_listens_refuses(arena):
@@ -147,28 +147,8 @@ def test_a_timeout_of_nothing_ends_whatever_waits(arena, seconds):
     arena.run(body)
 
 
-@pytest.mark.parametrize("standstill_s", [0.0, 0.08])
-def test_timeouts_end_in_the_order_in_which_they_are_due(arena, standstill_s):
-    async def body(left, right):
-        ended = []
-
-        async def limited(seconds):
-            with pytest.raises(TimeoutError):
-                async with left.clock.timeout(seconds):
-                    await left.clock.sleep(1000)
-            ended.append(seconds)
-
-        async with asyncio.TaskGroup() as group:
-            for seconds in (0.06, 0.02, 0.04, 1000):
-                task = group.create_task(limited(seconds))
-            async with left.clock.timeout(0.001):  # the earliest, and over before it is due
-                await left.clock.sleep(0)
-            time.sleep(standstill_s)  # noqa: ASYNC251 (a machine that is too busy to look)
-            await left.clock.sleep(0.1)
-            task.cancel()
-        assert ended == [0.02, 0.04, 0.06]
-
-    arena.run(body)
+def test_timeouts_end_in_the_order_in_which_they_are_due_also_on_a_machine_that_stood_still(arena):
+    arena.run(lambda left, right: timeouts_end_in_order(arena, left, right, standstill_s=0.08))
 
 
 def test_of_two_nested_timeouts_the_one_that_is_due_is_the_one_that_raises(arena):
@@ -299,26 +279,8 @@ def test_the_end_of_a_task_is_told_before_those_go_on_who_wait_for_it(arena):
     arena.run(body)
 
 
-@pytest.mark.parametrize("begun", [True, False])
-def test_the_end_of_a_task_is_told_also_if_it_was_cancelled_or_failed(arena, begun):
-    async def body(left, right):
-        ended = []
-
-        async def forever():
-            await left.clock.sleep(1000)
-
-        async def fail():
-            raise ZeroDivisionError
-
-        cancelled = left.spawn(forever(), name="forever", over=ended.append)
-        failed = left.spawn(fail(), name="fail", over=ended.append)
-        if begun:
-            await left.clock.sleep(0)
-        cancelled.cancel()
-        await asyncio.gather(cancelled, failed, return_exceptions=True)
-        assert {*ended} == {cancelled, failed}
-
-    arena.run(body)
+def test_the_end_of_a_task_is_told_also_if_it_was_cancelled_before_it_began(arena):
+    arena.run(lambda left, right: ends_of_tasks_are_told(arena, left, right, begun=False))
 
 
 def test_random_streams_depend_on_name_and_host_alone(arena):

@@ -8,7 +8,7 @@ from hcsim.cluster.probe import DeviceSpeed
 from hcsim.doctor import check_power, judged_speed
 from hcsim.real.hardware import parse_sysctl
 from hcsim.runtime.host import Chip
-from tests.test_doctor import BATTERY, MAINS, Recorded
+from tests.test_doctor import BATTERY, MAINS, PMSET, Recorded
 
 GIB = 1 << 30
 
@@ -69,23 +69,7 @@ Currently in use:
  womp                 1
 """
 # A MacBook of 2021 to 2024 at work, and one with an Intel processor, on which there is neither mode.
-KEPT_AWAKE = """\
-System-wide power settings:
-Currently in use:
- standby              1
- Sleep On Power Button 1
- hibernatefile        /var/vm/sleepimage
- powernap             1
- networkoversleep     0
- disksleep            10
- sleep                1 (sleep prevented by caffeinate, caffeinate, runningboardd)
- hibernatemode        3
- ttyskeepawake        1
- displaysleep         10
- tcpkeepalive         1
- lowpowermode         {low}
- womp                 1
-"""
+KEPT_AWAKE = "1 (sleep prevented by caffeinate, caffeinate, runningboardd)"
 INTEL = """\
 System-wide power settings:
 Currently in use:
@@ -117,9 +101,9 @@ CHARGING = "Now drawing from 'AC Power'\n -InternalBattery-0 (id=23265379)\t80%;
     [
         (HIGH_POWER, MAINS, "good", "never sleeps"),
         (HIGH_POWER.replace("powermode            2", "powermode            1"), MAINS, "warning", "Low Power Mode"),
-        (KEPT_AWAKE.format(low=0), CHARGING, "good", "prevented by caffeinate, caffeinate, runningboardd"),
-        (KEPT_AWAKE.format(low=1), CHARGING, "warning", "Low Power Mode"),
-        (KEPT_AWAKE.format(low=0), BATTERY, "warning", "battery"),
+        (PMSET.format(sleep=KEPT_AWAKE, low=0), CHARGING, "good", "prevented by caffeinate, caffeinate, runningboardd"),
+        (PMSET.format(sleep=KEPT_AWAKE, low=1), CHARGING, "warning", "Low Power Mode"),
+        (PMSET.format(sleep=KEPT_AWAKE, low=0), BATTERY, "warning", "battery"),
         (INTEL, MAINS, "good", "prevented by sharingd"),
     ],
 )

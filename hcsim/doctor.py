@@ -24,7 +24,7 @@ from typing import Any, Literal, Protocol
 
 import msgspec
 
-from hcsim.cluster.messages import StatusReply
+from hcsim.cluster.messages import MemberFacts, StatusReply
 from hcsim.cluster.probe import DeviceSpeed, measure_speed
 from hcsim.cluster.status_client import StatusClient
 from hcsim.config import CATALOGUE, Cluster
@@ -62,15 +62,10 @@ class CheckResult(msgspec.Struct, frozen=True, omit_defaults=True):
     remedy: str = ""
 
 
-class Facts(msgspec.Struct, frozen=True):
+class DoctorFacts(MemberFacts, frozen=True, kw_only=True):
     """What is compared between machines."""
 
     name: str
-    system: str
-    chip: str
-    versions: dict[str, str]
-    time_s: float
-    """Of the wall clock, when the report was written."""
     announced: str = ""
     """The name by which this machine announced itself during its checks."""
     sees: tuple[str, ...] = ()
@@ -82,7 +77,7 @@ class Facts(msgspec.Struct, frozen=True):
 class HealthReport(msgspec.Struct, frozen=True):
     """One machine's findings, as `hcsim doctor --json` prints them."""
 
-    facts: Facts
+    facts: DoctorFacts
     findings: tuple[CheckResult, ...]
 
     @property
@@ -397,10 +392,13 @@ def judged_speed(device: str, chip: str, speed: DeviceSpeed) -> CheckResult:
     return CheckResult(f"device {device}", "good", told)
 
 
-def facts_of(system: System, announced: str, sees: Sequence[str], looked_s: tuple[float, float]) -> Facts:
+def facts_of(system: System, announced: str, sees: Sequence[str], looked_s: tuple[float, float]) -> DoctorFacts:
     """What the machines of a cluster compare."""
     versions = installed_versions(system.has_module)
-    return Facts(host_name(), system_name(), this_chip().name, versions, time.time(), announced, tuple(sees), looked_s)
+    return DoctorFacts(
+        system_name(), this_chip().name, versions, time.time(),
+        name=host_name(), announced=announced, sees=tuple(sees), looked_s=looked_s,
+    )  # fmt: skip
 
 
 async def examine(

@@ -19,7 +19,7 @@ from hcsim.doctor import (
     FIREWALL,
     Ask,
     CheckResult,
-    Facts,
+    DoctorFacts,
     HealthReport,
     ThisSystem,
     check_announcing,
@@ -281,7 +281,10 @@ def report(
 ) -> HealthReport:
     known = {"hcsim": "0.1.0", "torch": "2.13.0", **versions}
     now_s = time.time() + skew_s
-    return HealthReport(Facts(name, "Darwin 24", "Apple M4", known, now_s, f"{name}-doctor", sees, looked_s), ())
+    facts = DoctorFacts(
+        "Darwin 24", "Apple M4", known, now_s, name=name, announced=f"{name}-doctor", sees=sees, looked_s=looked_s
+    )
+    return HealthReport(facts, ())
 
 
 def answer(status: int, output: str) -> Ask:

@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from hcsim.doctor import CheckResult, CheckState
 from hcsim.real.interfaces import host_name
 from hcsim.selftest.between import check_host
 from hcsim.selftest.checks import CHECKS
@@ -22,11 +23,11 @@ from hcsim.selftest.runner import (
     Planned,
     SelftestReport,
     SelftestResult,
-    Verdict,
     anonymous,
     run_checks,
 )
 
+STATES: tuple[CheckState, ...] = ("good", "bad", "skipped")
 REMEDY = "turn it off and on again"
 
 
@@ -40,12 +41,13 @@ def results_of(*programs: str, limit_s: float = 60.0, all_s: float = 300.0) -> l
     return asyncio.run(main())
 
 
-def says(verdict: Verdict) -> str:
-    return f"print('some noise'); print({msgspec.json.encode(verdict).decode()!r})"
+def prints(state: CheckState, found: str) -> str:
+    result = msgspec.json.encode(CheckResult("it", state, found)).decode()
+    return f"print('some noise'); print({result!r})"
 
 
-def test_a_verdict_is_shown_and_a_remedy_where_it_is_bad() -> None:
-    good, bad, skipped = results_of(*(says(Verdict(state, state)) for state in ("good", "bad", "skipped")))
+def test_a_result_is_shown_and_a_remedy_where_it_is_bad() -> None:
+    good, bad, skipped = results_of(*(prints(state, state) for state in STATES))
     assert (good.state, good.found, good.remedy) == ("good", "good", "")
     assert (bad.state, bad.found, bad.remedy) == ("bad", "bad", REMEDY)
     assert (skipped.state, skipped.remedy) == ("skipped", "")
@@ -56,11 +58,11 @@ def test_a_verdict_is_shown_and_a_remedy_where_it_is_bad() -> None:
     [
         ("import os; os.kill(os.getpid(), 6)", "was ended by SIGABRT"),
         ("import sys; sys.exit('boom')", "ended with status 1: boom"),
-        ("print('no verdict')", "ended with status 0"),
+        ("print('no result')", "ended with status 0"),
         ("", "it said nothing"),
     ],
 )
-def test_a_process_that_gives_no_verdict_has_failed(program: str, found: str) -> None:
+def test_a_process_that_gives_no_result_has_failed(program: str, found: str) -> None:
     (result,) = results_of(program)
     assert (result.state, result.remedy) == ("bad", REMEDY)
     assert found in result.found
@@ -75,7 +77,7 @@ def test_a_check_that_hangs_ends_with_all_that_it_started_and_the_next_one_runs(
     )
     planned = [
         Planned("hangs", (sys.executable, "-c", hangs), 5.0, REMEDY),
-        Planned("next", (sys.executable, "-c", says(Verdict("good", "fine"))), 60.0, REMEDY),
+        Planned("next", (sys.executable, "-c", prints("good", "fine")), 60.0, REMEDY),
     ]
 
     async def main() -> list[SelftestResult]:
@@ -90,7 +92,7 @@ def test_a_check_that_hangs_ends_with_all_that_it_started_and_the_next_one_runs(
 
 
 def test_what_there_was_no_time_for_is_no_success() -> None:
-    (result,) = results_of(says(Verdict("good", "fine")), all_s=0.0)
+    (result,) = results_of(prints("good", "fine"), all_s=0.0)
     assert result.state == "bad"
     assert result.found.startswith("not begun: 0 s were over")
     assert "hcsim selftest" in result.remedy

@@ -15,8 +15,8 @@ from hcsim.selftest.checks import CHECKS
 from hcsim.selftest.runner import (
     ALL_S,
     JoinedReport,
-    MachineFacts,
     Planned,
+    SelftestFacts,
     SelftestReport,
     SelftestResult,
     run_checks,
@@ -68,7 +68,7 @@ async def _run(
         async for result in run_checks([Planned.of(name) for name in chosen]):
             tell(_line(result))
             results.append(result)
-    reports = [SelftestReport(MachineFacts.here(), tuple(results))]
+    reports = [SelftestReport(SelftestFacts.here(), tuple(results))]
     between: list[SelftestResult] = []
     reached = []
     for host, found in zip(hosts, (task.result() for task in others), strict=True):
@@ -88,7 +88,7 @@ def _line(result: SelftestResult) -> str:
     return f"{line}\n{'':{_WIDTH + 13}}→ {result.remedy}" if result.remedy else line
 
 
-def _summary(facts: MachineFacts, count: int, failed: int) -> str:
+def _summary(facts: SelftestFacts, count: int, failed: int) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in facts.versions.items())
     verdict = (
         f"{failed} of {screen.counted(count, 'check')} failed"

@@ -18,7 +18,7 @@ from hcsim.cluster.agreement import Abstained, Accept, Accepted, Declined, Prepa
 from hcsim.cluster.diagnosis import Findings
 from hcsim.cluster.view import ClusterPrecedence, Member, View, standing
 from hcsim.identity.trust_list import TrustRecord
-from hcsim.runtime.host import Chip, Interface, Readings
+from hcsim.runtime.host import Chip, Interface, MachineFacts, Readings
 from hcsim.telemetry.history import HistoryMessage, HistoryStep
 from hcsim.transport.groups import MOST_EPOCHS
 from hcsim.transport.messages import Schema
@@ -163,12 +163,9 @@ class Details(msgspec.Struct, frozen=True):
     messages: tuple[HistoryMessage, ...] = ()
 
 
-class MemberFacts(msgspec.Struct, frozen=True):
+class MemberFacts(MachineFacts, frozen=True):
     """What the machines of a cluster should have in common, and the time."""
 
-    system: str
-    chip: str
-    versions: dict[str, str]
     time_s: float
     """Of the wall clock, when it was asked."""
 

@@ -176,6 +176,14 @@ class Chip(msgspec.Struct, frozen=True):
     """All of the machine's memory; None if unknown."""
 
 
+class MachineFacts(msgspec.Struct, frozen=True):
+    """The system, the processor and the software of a machine."""
+
+    system: str
+    chip: str
+    versions: dict[str, str]
+
+
 class Readings(msgspec.Struct, frozen=True):
     """The state of a machine at one moment; None for what the system does not tell."""
 

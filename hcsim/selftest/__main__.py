@@ -1,4 +1,4 @@
-"""One check, in a process of its own: `python -m hcsim.selftest CHECK`. The last line of its output is the verdict."""
+"""One check, in a process of its own: `python -m hcsim.selftest CHECK`. The last line of its output is the result."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ import traceback
 
 import msgspec
 
+from hcsim.doctor import CheckResult
 from hcsim.errors import HcsimError
 from hcsim.selftest.checks import CHECKS
 from hcsim.selftest.contracts import NotHere
-from hcsim.selftest.runner import Verdict
 
 
 def main(name: str) -> None:
-    """Run a check and print its verdict."""
+    """Run a check and print its result."""
     try:
-        verdict = Verdict("good", CHECKS[name].run())
+        result = CheckResult(name, "good", CHECKS[name].run())
     except NotHere as error:
-        verdict = Verdict("skipped", str(error))
+        result = CheckResult(name, "skipped", str(error))
     except HcsimError as error:
-        verdict = Verdict("bad", str(error))
+        result = CheckResult(name, "bad", str(error))
     except Exception as error:
         traceback.print_exc()
-        verdict = Verdict("bad", f"{type(error).__name__}: {error}")
-    sys.stdout.write("\n" + msgspec.json.encode(verdict).decode() + "\n")
+        result = CheckResult(name, "bad", f"{type(error).__name__}: {error}")
+    sys.stdout.write("\n" + msgspec.json.encode(result).decode() + "\n")
 
 
 if __name__ == "__main__":

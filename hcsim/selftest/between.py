@@ -158,9 +158,9 @@ async def check_between(hosts: Sequence[str], program: str) -> list[SelftestResu
         async with asyncio.timeout(LIMIT_S):
             results = await _together(hosts, program, world)
     except TimeoutError:
-        return [SelftestResult(NAME, "bad", f"did not end within {LIMIT_S:g} s", LIMIT_S, _REMEDY)]
+        return [SelftestResult(NAME, "bad", f"did not end within {LIMIT_S:g} s", _REMEDY, seconds=LIMIT_S)]
     except HcsimError as error:
-        return [SelftestResult(NAME, "bad", anonymous(str(error)), round(clock() - began_s, 2), _REMEDY)]
+        return [SelftestResult(NAME, "bad", anonymous(str(error)), _REMEDY, seconds=round(clock() - began_s, 2))]
     took_s = round(clock() - began_s, 2)
     expected = await asyncio.to_thread(digests_of, VirtualArena([f"rank{rank}" for rank in range(world)]), world)
     wrong = [
@@ -170,13 +170,15 @@ async def check_between(hosts: Sequence[str], program: str) -> list[SelftestResu
         if result.digests.get(name) != digest
     ]
     if wrong:
-        return [SelftestResult(NAME, "bad", f"other bits than simulated: {', '.join(wrong)}", took_s, _REMEDY)]
+        what = f"other bits than simulated: {', '.join(wrong)}"
+        return [SelftestResult(NAME, "bad", what, _REMEDY, seconds=took_s)]
     what = f"{len(expected[0])} collectives of {world} machines have the simulated bits, over TLS"
-    found = [SelftestResult(NAME, "good", what, took_s)]
+    found = [SelftestResult(NAME, "good", what, seconds=took_s)]
     for rank, host in enumerate(hosts, 1):
         there, back = results[0], results[rank]
         rates = f"{8e-9 * there.rates_Bps[rank]:.2g} Gb/s there, {8e-9 * back.rates_Bps[0]:.2g} back"
-        found.append(SelftestResult(NAME, "good", f"{host}: {rates}, {1000 * there.latencies_s[rank]:.2g} ms", 0.0))
+        what = f"{host}: {rates}, {1000 * there.latencies_s[rank]:.2g} ms"
+        found.append(SelftestResult(NAME, "good", what, seconds=0.0))
     return found
 
 
@@ -220,7 +222,8 @@ async def check_host(
             stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
         )  # fmt: skip
     except OSError as error:
-        return SelftestResult(host, "bad", f"ssh cannot be started: {error.strerror}", 0.0, "install OpenSSH")
+        what = f"ssh cannot be started: {error.strerror}"
+        return SelftestResult(host, "bad", what, "install OpenSSH", seconds=0.0)
     said: list[str] = []
 
     async def follow() -> None:
@@ -237,7 +240,8 @@ async def check_host(
             await following
             status = await process.wait()
     except TimeoutError:
-        return SelftestResult(host, "bad", f"did not end within {limit_s:g} s", limit_s, f"ssh {host} hcsim selftest")
+        what = f"did not end within {limit_s:g} s"
+        return SelftestResult(host, "bad", what, f"ssh {host} hcsim selftest", seconds=limit_s)
     finally:
         following.cancel()
         if process.returncode is None:
@@ -247,4 +251,4 @@ async def check_host(
         return msgspec.json.decode(output[output.index("{") : output.rindex("}") + 1], type=SelftestReport)
     except (ValueError, msgspec.MsgspecError):
         finding = why_no_report(host, status, "\n".join(said) or output)
-        return SelftestResult(host, "bad", finding.found, 0.0, finding.remedy)
+        return SelftestResult(host, "bad", finding.found, finding.remedy, seconds=0.0)

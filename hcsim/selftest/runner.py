@@ -20,10 +20,10 @@ from pathlib import Path
 
 import msgspec
 
-from hcsim.doctor import CheckState
+from hcsim.doctor import CheckResult
 from hcsim.real.hardware import installed_versions, system_name, this_chip
 from hcsim.real.interfaces import host_name, list_interfaces
-from hcsim.runtime.host import Medium
+from hcsim.runtime.host import MachineFacts, Medium
 
 ALL_S = 300.0
 """The time limit of all checks together."""
@@ -31,47 +31,31 @@ _IDLE = "let the machine do less meanwhile, and name the checks to be tried agai
 _LONGEST = 400
 
 
-class Verdict(msgspec.Struct, frozen=True):
-    """What a check's process says."""
-
-    state: CheckState
-    found: str
-    remedy: str = ""
-    """Empty: that of the check."""
-
-
-class SelftestResult(msgspec.Struct, frozen=True, omit_defaults=True):
+class SelftestResult(CheckResult, frozen=True, omit_defaults=True, kw_only=True):
     """One line of the report."""
 
-    check: str
-    state: CheckState
-    found: str
     seconds: float
-    remedy: str = ""
 
 
-class MachineFacts(msgspec.Struct, frozen=True):
+class SelftestFacts(MachineFacts, frozen=True):
     """What a reader of the report has to know of the machine."""
 
-    system: str
-    chip: str
     memory_bytes: int | None
     processors: int | None
-    versions: dict[str, str]
     interfaces: tuple[str, ...]
     """Their media, without names and addresses."""
 
     @classmethod
-    def here(cls) -> MachineFacts:
+    def here(cls) -> SelftestFacts:
         """Return those of this machine."""
         chip = this_chip()
         media = tuple(each.medium.value for each in list_interfaces() if each.medium is not Medium.LOOPBACK)
         return cls(
             system_name(),
             chip.name,
+            installed_versions(),
             chip.memory_bytes,
             os.cpu_count(),
-            installed_versions(),
             media,
         )
 
@@ -79,7 +63,7 @@ class MachineFacts(msgspec.Struct, frozen=True):
 class SelftestReport(msgspec.Struct, frozen=True):
     """What `hcsim selftest --json` prints of one machine."""
 
-    facts: MachineFacts
+    facts: SelftestFacts
     results: tuple[SelftestResult, ...]
 
     @property
@@ -111,36 +95,38 @@ async def run_checks(planned: Sequence[Planned], all_s: float = ALL_S) -> AsyncI
     for each in planned:
         limit_s = min(each.limit_s, until_s - time.monotonic())
         if limit_s <= 0:
-            yield SelftestResult(each.name, "bad", f"not begun: {all_s:g} s were over{_load()}", 0.0, _IDLE)
+            found = f"not begun: {all_s:g} s were over{_load()}"
+            yield SelftestResult(each.name, "bad", found, _IDLE, seconds=0.0)
             continue
         began_s = time.monotonic()
-        verdict = await _run(each.command, limit_s)
-        remedy = (verdict.remedy or each.remedy) if verdict.state == "bad" else ""
+        result = await _run(each, limit_s)
+        remedy = (result.remedy or each.remedy) if result.state == "bad" else ""
         took_s = round(time.monotonic() - began_s, 2)
-        yield SelftestResult(each.name, verdict.state, anonymous(verdict.found)[:_LONGEST], took_s, remedy)
+        yield SelftestResult(each.name, result.state, anonymous(result.found)[:_LONGEST], remedy, seconds=took_s)
 
 
-async def _run(command: Sequence[str], limit_s: float) -> Verdict:
+async def _run(planned: Planned, limit_s: float) -> CheckResult:
+    """Return the result that the check's process prints, or what became of the process instead."""
     process = await asyncio.create_subprocess_exec(
-        *command, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
-        start_new_session=True,
+        *planned.command, start_new_session=True,
+        stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
     )  # fmt: skip
     try:
         async with asyncio.timeout(limit_s):
             output, errors = await process.communicate()
     except TimeoutError:
         load = _load()
-        return Verdict("bad", f"did not end within {limit_s:.3g} s{load}", _IDLE if load else "")
+        return CheckResult(planned.name, "bad", f"did not end within {limit_s:.3g} s{load}", _IDLE if load else "")
     finally:
         with suppress(ProcessLookupError, PermissionError):  # macOS forbids it for a group of processes that have ended
             os.killpg(process.pid, signal.SIGKILL)
         await process.wait()
     last = (output.decode(errors="replace").strip().splitlines() or [""])[-1]
     try:
-        return msgspec.json.decode(last, type=Verdict)
+        return msgspec.json.decode(last, type=CheckResult)
     except (ValueError, msgspec.MsgspecError):
         said = (errors.decode(errors="replace").strip().splitlines() or ["it said nothing"])[-1]
-        return Verdict("bad", f"its process {_ended(process.returncode or 0)}: {said}")
+        return CheckResult(planned.name, "bad", f"its process {_ended(process.returncode or 0)}: {said}")
 
 
 def _load() -> str:

@@ -1,4 +1,4 @@
-"""Atomic file replacement, and files of other packages.
+"""Atomic file replacement, files of the system, and files of other packages.
 
 A file is durable once it is on the medium. On macOS `fsync` only hands the data to the drive, which may keep them in
 its cache and write them in another order; `F_FULLFSYNC` makes the drive write them. Some file systems (SMB, NFS)
@@ -57,6 +57,15 @@ def write_whole(path: Path, data: bytes, mode: int = 0o666) -> None:
         beside.unlink(missing_ok=True)
         raise
     flush_names(path.parent)
+
+
+def text_of(path: Path) -> str:
+    """Return the text of a file in which the system tells of itself; empty if it cannot be read: there is none, only
+    root may, or the device does not answer."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
 
 
 def file_of(package: str, *parts: str) -> Path | None:

@@ -21,7 +21,7 @@ from typing import Literal, TypeVar
 import numpy as np
 
 from hcsim.errors import ConfigError
-from hcsim.files import write_whole
+from hcsim.files import text_of, write_whole
 from hcsim.real.interfaces import output_of
 from hcsim.runtime.clock import Limit
 from hcsim.runtime.host import Chip, Work
@@ -36,7 +36,7 @@ def this_chip() -> Chip:
     if sys.platform == "darwin":
         found = parse_sysctl(output_of(*_SYSCTL))
     else:
-        found = parse_proc(_text_of(Path("/proc/cpuinfo")), _text_of(Path("/proc/meminfo")))
+        found = parse_proc(text_of(Path("/proc/cpuinfo")), text_of(Path("/proc/meminfo")))
     return found if found.name else Chip(platform.machine() or "unknown", found.memory_bytes)
 
 
@@ -52,13 +52,6 @@ def parse_proc(cpuinfo: str, meminfo: str) -> Chip:
     model = re.search(r"^(?:model name|Model|Hardware)\s*: *(\S.*?)\s*$", cpuinfo, re.MULTILINE)
     memory = re.search(r"^MemTotal:\s*(\d+) kB$", meminfo, re.MULTILINE)
     return Chip(model.group(1) if model else "", 1024 * int(memory.group(1)) if memory else None)
-
-
-def _text_of(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""
 
 
 LIBRARIES = ("numpy", "torch", "mlx")

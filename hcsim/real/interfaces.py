@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 import ifaddr
 
+from hcsim.files import text_of
 from hcsim.runtime.host import Interface, Medium, fastest_first
 
 _MOST_ADDRESSES = 6
@@ -56,7 +57,7 @@ def list_interfaces() -> tuple[Interface, ...]:
     devices = parse_ifconfig(output_of("ifconfig", "-av") or output_of("ifconfig", "-a")) if macos else {}
     fleeting = [address for device in devices.values() for address in device.fleeting]
     if not macos:
-        fleeting += parse_if_inet6(_text(Path("/proc/net/if_inet6")))
+        fleeting += parse_if_inet6(text_of(Path("/proc/net/if_inet6")))
     found = []
     for adapter in ifaddr.get_adapters():
         name = adapter.name
@@ -137,12 +138,12 @@ def host_name() -> str:
 
 
 def linux_medium(entry: Path) -> tuple[Medium, float | None]:
-    speed_mbps = _text(entry / "speed")
+    speed_mbps = text_of(entry / "speed").strip()
     return _linux_kind(entry), float(speed_mbps) * 1e6 if speed_mbps.isdigit() else None
 
 
 def _linux_kind(entry: Path) -> Medium:
-    kind = _text(entry / "type")
+    kind = text_of(entry / "type").strip()
     driver = entry / "device" / "driver"
     if kind == _ARPHRD_LOOPBACK:
         return Medium.LOOPBACK
@@ -169,13 +170,6 @@ def parse_if_inet6(listing: str) -> list[str]:
     lines = [words for line in listing.splitlines() if len(words := line.split()) == 6]
     fleeting = _TEMPORARY | _DEPRECATED | _TENTATIVE
     return [str(ipaddress.IPv6Address(bytes.fromhex(words[0]))) for words in lines if int(words[4], 16) & fleeting]
-
-
-def _text(file: Path) -> str:
-    try:
-        return file.read_text().strip()
-    except OSError:  # the speed of an interface that is down cannot be read
-        return ""
 
 
 # macOS.

@@ -13,6 +13,7 @@ import sys
 import time
 from pathlib import Path
 
+from hcsim.files import text_of
 from hcsim.real.interfaces import output_of
 from hcsim.runtime.host import Readings
 
@@ -32,7 +33,7 @@ class Sensors:
     def read(self) -> Readings:
         if sys.platform == "darwin":
             return parse_mac(output_of("vm_stat"), output_of("pmset", "-g", "therm"))
-        free = re.search(r"^MemAvailable:\s*(\d+) kB$", _text(self._proc / "meminfo"), re.MULTILINE)
+        free = re.search(r"^MemAvailable:\s*(\d+) kB$", text_of(self._proc / "meminfo"), re.MULTILINE)
         return Readings(
             free_bytes=1024 * int(free[1]) if free else None,
             temperature_c=self._hottest_c(),
@@ -47,7 +48,7 @@ class Sensors:
     def _power_w(self, now_s: float) -> float | None:
         """Return the power of the battery that drives this machine, or else of the processor packages."""
         supplies = sorted((self._sys / "class/power_supply").glob("*"))
-        drawn = [_number(each / "power_now") for each in supplies if _text(each / "status").strip() == "Discharging"]
+        drawn = [_number(each / "power_now") for each in supplies if text_of(each / "status").strip() == "Discharging"]
         if known := [power for power in drawn if power]:
             return sum(known) / 1e6
         packages = (self._sys / "class/powercap").glob("intel-rapl:[0-9]*")
@@ -71,13 +72,6 @@ def parse_mac(vm_stat: str, therm: str) -> Readings:
     )
 
 
-def _text(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8", errors="replace")
-    except OSError:  # there is none, it needs root, or the sensor does not answer
-        return ""
-
-
 def _number(file: Path) -> int | None:
-    text = _text(file).strip()
+    text = text_of(file).strip()
     return int(text) if text.lstrip("-").isdecimal() else None

@@ -12,7 +12,6 @@ import platform
 import re
 import resource
 import secrets
-import shlex
 import shutil
 import socket
 import sys
@@ -35,7 +34,7 @@ from hcsim.real.host import RealHost, RealOptions
 from hcsim.real.interfaces import host_name, leads_out, list_interfaces, output_of, reachable_at
 from hcsim.real.process import reachable_descriptors
 from hcsim.real.sockets import LOCAL_NETWORK
-from hcsim.real.ssh import NOT_FOUND, SSH, SSH_FAILED
+from hcsim.real.ssh import NOT_FOUND, SSH_FAILED, start_ssh
 from hcsim.runtime.host import Interface, Lan, Medium, Service
 
 CheckState = Literal["good", "warning", "bad", "skipped"]
@@ -426,10 +425,8 @@ Ask = Callable[[str], Coroutine[Any, Any, tuple[int, str]]]
 
 
 async def ask_by_ssh(host: str, program: str, look: str) -> tuple[int, str]:
-    process = await asyncio.create_subprocess_exec(
-        *SSH, host, shlex.join((program, "doctor", "--json", "--look", look)),
-        stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
-    )  # fmt: skip
+    command = (program, "doctor", "--json", "--look", look)
+    process = await start_ssh(host, command, stdin=asyncio.subprocess.DEVNULL)
     try:
         output, _ = await process.communicate()
     finally:

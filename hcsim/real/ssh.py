@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import shlex
+from asyncio.subprocess import PIPE, STDOUT
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 
@@ -25,6 +26,26 @@ _LINE_LIMIT_BYTES = 1 << 20
 _ATTENTION_S = 5.0
 _OTHERS_S = 12.0
 """How long a failure is kept back while other machines have neither begun nor failed: longer than ssh tries."""
+
+
+async def start_ssh(
+    host: str, command: Sequence[str], *, stdin: int = PIPE, stderr: int = STDOUT
+) -> asyncio.subprocess.Process:
+    """Run a command on a host. Its output comes through a pipe."""
+    try:
+        return await asyncio.create_subprocess_exec(
+            *SSH, host, shlex.join(command), limit=_LINE_LIMIT_BYTES, start_new_session=True,
+            stdin=stdin, stdout=PIPE, stderr=stderr,
+        )  # fmt: skip
+    except OSError as error:
+        raise ConfigError(f"ssh cannot be started: {error.strerror}") from None
+
+
+async def text_lines(output: asyncio.StreamReader | None) -> AsyncIterator[str]:
+    """Yield each line that a program prints."""
+    assert output is not None
+    async for data in output:
+        yield data.decode(errors="replace").rstrip()
 
 
 class SshProcesses:
@@ -55,13 +76,7 @@ class SshProcesses:
         """Run a command on a host, with this text as input."""
         if host.startswith("-") or not host:
             raise ConfigError(f"{host!r} is not the name of a host")
-        try:
-            process = await asyncio.create_subprocess_exec(
-                *SSH, host, shlex.join(command), limit=_LINE_LIMIT_BYTES, start_new_session=True,
-                stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
-            )  # fmt: skip
-        except OSError as error:
-            raise ConfigError(f"ssh cannot be started: {error.strerror}") from None
+        process = await start_ssh(host, command)
         self._processes[host] = process
         if host not in self._all:
             self._all.append(host)
@@ -102,10 +117,8 @@ class SshProcesses:
                 process.terminate()
 
     async def _watch(self, host: str, process: asyncio.subprocess.Process, program: str) -> None:
-        assert process.stdout is not None
         last, begun = "", False
-        async for data in process.stdout:
-            line = data.decode(errors="replace").rstrip()
+        async for line in text_lines(process.stdout):
             if line == self._sign:
                 begun = True
                 self._begun[host] = None

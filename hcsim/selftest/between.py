@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-import shlex
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -20,12 +19,12 @@ import msgspec
 from hcsim.collectives.group import Group
 from hcsim.collectives.select import Options
 from hcsim.doctor import why_no_report
-from hcsim.errors import HcsimError
+from hcsim.errors import ConfigError, HcsimError
 from hcsim.identity.keys import SECRET_BYTES, SEED_BYTES, ClusterSecret, NodeKey
 from hcsim.real.host import RealHost, RealOptions
 from hcsim.real.interfaces import reachable_at
 from hcsim.real.keys import credentials
-from hcsim.real.ssh import SSH
+from hcsim.real.ssh import start_ssh, text_lines
 from hcsim.real.tls import ClusterTls
 from hcsim.runtime.address import address_at
 from hcsim.selftest.arena import VirtualArena
@@ -41,7 +40,6 @@ _MARK = "hcsim selftest: "
 """Before each line that is meant for the machine that asks: shells say other things too."""
 _REMEDY = "let this Python through both firewalls (hcsim doctor); one network, without client isolation"
 _TIMEOUT_S = 30.0
-_LINE_BYTES = 1 << 20
 
 
 class GroupInvitation(msgspec.Struct, frozen=True):
@@ -114,17 +112,15 @@ class _Member:
         self._process = process
         self._said: list[str] = []
 
-    async def say(self, what: object) -> None:
+    async def send(self, what: object) -> None:
         assert self._process.stdin is not None
-        with suppress(ConnectionError):  # why it has ended is told by whoever listens to it
+        with suppress(ConnectionError):  # why it has ended is told by `receive`
             self._process.stdin.write(msgspec.json.encode(what) + b"\n")
             await self._process.stdin.drain()
 
-    async def hear(self) -> str:
+    async def receive(self) -> str:
         """Return its next line for us. Raises `ContractBroken` if it ends instead."""
-        assert self._process.stdout is not None
-        async for data in self._process.stdout:
-            line = data.decode(errors="replace").rstrip()
+        async for line in text_lines(self._process.stdout):
             if line.startswith(_MARK):
                 return line.removeprefix(_MARK)
             self._said.append(line)
@@ -137,10 +133,7 @@ async def _started(hosts: Sequence[str], program: str) -> AsyncIterator[list[_Me
     processes = []
     try:
         for host in hosts:
-            process = await asyncio.create_subprocess_exec(
-                *SSH, host, shlex.join((program, "selftest", "--member")), limit=_LINE_BYTES, start_new_session=True,
-                stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
-            )  # fmt: skip
+            process = await start_ssh(host, (program, "selftest", "--member"))
             processes.append(process)
         yield [_Member(host, process) for host, process in zip(hosts, processes, strict=True)]
     finally:
@@ -186,23 +179,23 @@ async def _together(hosts: Sequence[str], program: str, world: int) -> list[Grou
     secret = secrets.token_bytes(SECRET_BYTES).hex()
     async with _started(hosts, program) as members:
         for rank, member in enumerate(members, 1):
-            await member.say(GroupInvitation(secret, rank, world))
+            await member.send(GroupInvitation(secret, rank, world))
         ours: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
         async def tell(address: str) -> None:
             ours.set_result(address)
 
         async def addresses() -> list[str]:
-            theirs = await asyncio.gather(*(member.hear() for member in members))
+            theirs = await asyncio.gather(*(member.receive() for member in members))
             everyones = [await ours, *theirs]
             for member in members:
-                await member.say(everyones)
+                await member.send(everyones)
             return everyones
 
         first = await take_part(GroupInvitation(secret, 0, world), tell, addresses)
         results = [first]
         for member in members:
-            said = await member.hear()
+            said = await member.receive()
             try:
                 result = msgspec.json.decode(said, type=GroupResult)
             except msgspec.MsgspecError:
@@ -217,20 +210,16 @@ async def check_host(
 ) -> SelftestReport | SelftestResult:
     """Have another machine test itself; its report, or why there is none."""
     try:
-        process = await asyncio.create_subprocess_exec(
-            *SSH, host, shlex.join((program, "selftest", "--json", *names)), limit=_LINE_BYTES, start_new_session=True,
-            stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
-        )  # fmt: skip
-    except OSError as error:
-        what = f"ssh cannot be started: {error.strerror}"
-        return SelftestResult(host, "bad", what, "install OpenSSH", seconds=0.0)
+        command = (program, "selftest", "--json", *names)
+        process = await start_ssh(host, command, stdin=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE)
+    except ConfigError as error:
+        return SelftestResult(host, "bad", str(error), "install OpenSSH", seconds=0.0)
     said: list[str] = []
 
     async def follow() -> None:
-        assert process.stderr is not None
-        async for data in process.stderr:
-            said.append(data.decode(errors="replace").rstrip())
-            tell(f"{host}: {said[-1]}")
+        async for line in text_lines(process.stderr):
+            said.append(line)
+            tell(f"{host}: {line}")
 
     following = asyncio.create_task(follow(), name=f"what {host} says")
     try:

@@ -79,15 +79,17 @@ class Recoverable(Protocol):
 
     def compresses(self, group: Group) -> bool:
         """Return whether this member's compressor is used in the group and needs the shared state."""
+        return True
 
     def batch_sizes(self, sizes: Sequence[int]) -> tuple[int, ...]:
         """Return the number of samples for each member, given their batch sizes."""
+        return tuple(sizes)
 
     async def train(self, run: Run) -> None:
         """Go on from the run's step, until training or the present view ends."""
 
 
-class Replicated:
+class Replicated(Recoverable):
     """All members hold the model, and apply the same updates to it."""
 
     def __init__(self, learner: Learner, aggregator: Callable[[Run], Aggregator]) -> None:
@@ -110,12 +112,6 @@ class Replicated:
         return LocalProgress(0, run.step)
 
     def take_over(self, progress: Sequence[LocalProgress]) -> None: ...
-
-    def compresses(self, group: Group) -> bool:
-        return True
-
-    def batch_sizes(self, sizes: Sequence[int]) -> tuple[int, ...]:
-        return tuple(sizes)
 
     async def train(self, run: Run) -> None:
         aggregator = self._aggregator(run)
@@ -158,7 +154,7 @@ class OneComputes(Replicated):
                 await run.settle(step, partial(run.update, step), loss)
 
 
-class Periodic:
+class Periodic(Recoverable):
     """Members take steps of their own, and exchange their changes after each `every` steps."""
 
     def __init__(
@@ -199,12 +195,6 @@ class Periodic:
         period."""
         self._samples = [each.samples for each in progress]
         self._step = max(each.gone for each in progress)
-
-    def compresses(self, group: Group) -> bool:
-        return True
-
-    def batch_sizes(self, sizes: Sequence[int]) -> tuple[int, ...]:
-        return tuple(sizes)
 
     async def train(self, run: Run) -> None:
         aggregator = self._aggregator(run)

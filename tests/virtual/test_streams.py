@@ -29,6 +29,7 @@ from hcsim.virtual.links import Hop, Path
 from hcsim.virtual.stream import RTO_S, loss_bound_bytes_ps
 from hcsim.virtual.world import World
 from tests.switches import on_switch
+from tests.virtual.faults.arena import connected, until
 
 MIB = 2**20
 MB = 1_000_000
@@ -39,20 +40,6 @@ def pair(
 ) -> Scenario:
     scenario = on_switch(("a", "b"), faults, latency=latency, effects=effects, tcp=tcp)
     return replace(scenario, media=(replace(scenario.media[0], rate_bps=rate_bps),))
-
-
-async def connected(world: World) -> tuple[VirtualChannel, VirtualChannel]:
-    near_host, far_host = world.hosts
-    listener = await far_host.listen(f"{far_host.name}:0")
-    near = await near_host.connect(listener.address)
-    far = await listener.accept()
-    far.limit(1 << 40)
-    await listener.close()
-    return near, far
-
-
-async def until(at_s: float) -> None:
-    await asyncio.sleep(at_s - asyncio.get_running_loop().time())
 
 
 async def received(channel: VirtualChannel, count: int) -> list[tuple[int, float]]:
@@ -359,7 +346,7 @@ def wifi_arrivals_s(*faults: AnyFault) -> tuple[list[tuple[float, float]], list[
             await channel.send(Header(4 * MB, operation=number), Phantom(4 * MB))
 
     async def main() -> tuple[list[float], list[float]]:
-        near, far = await connected(world)
+        near, far = await connected(world, "air-m2", "pro-m3")
         _, there = await asyncio.gather(send(near, 40), received(far, 40))
         await asyncio.sleep(1.0)
         near.limit(1 << 40)

@@ -103,6 +103,15 @@ async def until(at_s: float) -> None:
     await asyncio.sleep(at_s - asyncio.get_running_loop().time())
 
 
+async def is_silent(channel: VirtualChannel, for_s: float) -> bool:
+    try:
+        async with asyncio.timeout(for_s):
+            await channel.recv(lambda _: None)
+    except TimeoutError:
+        return True
+    return False
+
+
 async def announced(world: World, name: str, at_s: float, until_s: float) -> None:
     """A host announces itself, and time passes."""
     await until(at_s)

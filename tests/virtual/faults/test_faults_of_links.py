@@ -34,7 +34,17 @@ from hcsim.virtual.channel import VirtualChannel
 from hcsim.virtual.stream import RTO_S
 from hcsim.virtual.world import World
 from tests.switches import on_switch
-from tests.virtual.faults.arena import LATENCY_S, SECOND, Watcher, announced, connected, home, until, world_with
+from tests.virtual.faults.arena import (
+    LATENCY_S,
+    SECOND,
+    Watcher,
+    announced,
+    connected,
+    home,
+    is_silent,
+    until,
+    world_with,
+)
 
 about = partial(pytest.approx, abs=2e-6)
 """Ideal links still take a moment for a header."""
@@ -53,15 +63,6 @@ async def echo_s(world: World, near: VirtualChannel, far: VirtualChannel) -> flo
     await near.send(Header(0))
     await far.recv(lambda _: None)
     return world.loop.time() - started_s
-
-
-async def is_silent(channel: VirtualChannel, for_s: float) -> bool:
-    try:
-        async with asyncio.timeout(for_s):
-            await channel.recv(lambda _: None)
-    except TimeoutError:
-        return True
-    return False
 
 
 # Clog.

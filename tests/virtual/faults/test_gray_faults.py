@@ -43,23 +43,14 @@ from hcsim.virtual.channel import VirtualChannel
 from hcsim.virtual.host import VirtualHost
 from hcsim.virtual.world import HostCrashed, World
 from tests.switches import on_switch
-from tests.virtual.faults.arena import HOME, Watcher, announced, connected, home, until, world_with
+from tests.virtual.faults.arena import HOME, Watcher, announced, connected, home, is_silent, until, world_with
 
 PORT = 1000
 
 
-async def is_quiet(channel: VirtualChannel, for_s: float) -> bool:
-    try:
-        async with asyncio.timeout(for_s):
-            await channel.recv(lambda _: None)
-    except TimeoutError:
-        return True
-    return False
-
-
 async def is_answered(near: VirtualChannel, far: VirtualChannel) -> bool:
     await near.send(Header(0))
-    return not await is_quiet(far, 1.0)
+    return not await is_silent(far, 1.0)
 
 
 # A device that hangs.
@@ -149,8 +140,8 @@ def test_nothing_passes_through_a_silent_port_and_nobody_is_told():
         await until(1.5)
         await near.send(Header(0, step=1))
         await far.send(Header(0, step=2))
-        assert await is_quiet(near, 1.0)
-        assert await is_quiet(far, 1.0)
+        assert await is_silent(near, 1.0)
+        assert await is_silent(far, 1.0)
         assert await is_answered(away, left)
         with pytest.raises(DeadlineExceeded, match="did not answer"):
             await world.host("b").connect(f"a:{PORT}", timeout_s=1.0)
@@ -170,7 +161,7 @@ def test_behind_a_silent_port_the_peer_does_not_learn_that_a_machine_is_gone(the
         near, _ = await listening(world, "a")
         await until(2.0)
         await near.send(Header(0))
-        assert await is_quiet(near, 600.0)
+        assert await is_silent(near, 600.0)
 
     world.run(main())
 
@@ -431,7 +422,7 @@ def test_who_calls_a_host_without_descriptors_is_connected_and_not_answered_unti
         await near.close()
         await until(4.0)
         assert a.metrics.value("hcsim_accepts_total") == 2
-        assert await is_quiet(calls[2], 1.0)
+        assert await is_silent(calls[2], 1.0)
 
     world.run(main())
 
@@ -446,7 +437,7 @@ def test_attempts_to_connect_need_descriptors_too_and_a_listener_that_closes_res
         dial = a.spawn(a.connect("c:1", timeout_s=5.0), name="dial")
         await until(2.5)
         waits = await b.connect(f"a:{PORT}", timeout_s=1.0)
-        assert await is_quiet(waits, 1.0)
+        assert await is_silent(waits, 1.0)
         assert a.metrics.value("hcsim_accepts_total") == 0
         await listener.close()
         with pytest.raises(ChannelBroken):
@@ -591,7 +582,7 @@ def test_what_is_sent_into_a_clog_that_stays_never_arrives_and_calls_get_no_answ
         near, far = await connected(world)
         await until(2.0)
         await near.send(Header(0))
-        assert await is_quiet(far, 1e5)
+        assert await is_silent(far, 1e5)
         with pytest.raises(DeadlineExceeded):
             await world.host("a").connect("b:1", timeout_s=100.0)
         other = await connected(world, "a", "c")

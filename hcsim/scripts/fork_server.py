@@ -38,7 +38,7 @@ class ForkRequest(msgspec.Struct, frozen=True, tag=True):
     """Start a rank; the descriptors of its socket and its shared memory are passed along. The answer is its
     process id."""
 
-    seat: RankSpec
+    spec: RankSpec
 
 
 class EndRequest(msgspec.Struct, frozen=True, tag=True):
@@ -97,13 +97,13 @@ def main(line: socket.socket, method: StartMethod) -> None:
     living: dict[int, RankChild] = {}
     try:
         while True:
-            request = simulator.hear()
+            request = simulator.receive()
             if isinstance(request, ForkRequest):
-                child = _begin(simulator, method, request.seat, *simulator.take_descriptors())
+                child = _begin(simulator, method, request.spec, *simulator.take_descriptors())
                 living[child.pid] = child
-                simulator.say(child.pid)
+                simulator.send(child.pid)
             else:
-                simulator.say(_end(living[request.pid], at_once=request.at_once))
+                simulator.send(_end(living[request.pid], at_once=request.at_once))
                 del living[request.pid]
     except IpcClosed:
         pass
@@ -115,21 +115,19 @@ def main(line: socket.socket, method: StartMethod) -> None:
 def _begin(
     simulator: IpcConnection[ForkRequest | EndRequest],
     method: StartMethod,
-    seat: RankSpec,
-    conversation: int,
+    spec: RankSpec,
+    connection: int,
     arena: int,
 ) -> RankChild:
     fork = method == "fork"
-    child = _fork(simulator, seat, conversation, arena) if fork else _spawn(seat, conversation, arena)
-    os.close(conversation)
+    child = _fork(simulator, spec, connection, arena) if fork else _spawn(spec, connection, arena)
+    os.close(connection)
     os.close(arena)
     return child
 
 
-def _fork(
-    simulator: IpcConnection[ForkRequest | EndRequest], seat: RankSpec, conversation: int, arena: int
-) -> RankChild:
-    import_early(seat.script)  # for the first rank; the others find the modules loaded
+def _fork(simulator: IpcConnection[ForkRequest | EndRequest], spec: RankSpec, connection: int, arena: int) -> RankChild:
+    import_early(spec.script)  # for the first rank; the others find the modules loaded
     pid = os.fork()
     if pid:
         return ForkedRank(pid)
@@ -138,17 +136,17 @@ def _fork(
     try:
         simulator.close()
         os.setsid()
-        run_script(seat, conversation, arena)
+        run_script(spec, connection, arena)
     except BaseException:
         traceback.print_exc()
     finally:
         os._exit(1)  # whatever happens, this is no fork server
 
 
-def _spawn(seat: RankSpec, conversation: int, arena: int) -> RankChild:
-    encoded = msgspec.json.encode(seat).decode()
-    command = [sys.executable, "-m", "hcsim.scripts.rank.script", encoded, str(conversation), str(arena)]
-    return subprocess.Popen(command, pass_fds=[conversation, arena], start_new_session=True)
+def _spawn(spec: RankSpec, connection: int, arena: int) -> RankChild:
+    encoded = msgspec.json.encode(spec).decode()
+    command = [sys.executable, "-m", "hcsim.scripts.rank.script", encoded, str(connection), str(arena)]
+    return subprocess.Popen(command, pass_fds=[connection, arena], start_new_session=True)
 
 
 def _end(child: RankChild, *, at_once: bool) -> int:

@@ -87,7 +87,7 @@ class Started(_Told, frozen=True):
     """A call begins."""
 
     number: int
-    line: int
+    group: int
     call: GroupCall
     slots: tuple[SharedArray, ...]
 
@@ -114,7 +114,7 @@ class Opened(_Asked, frozen=True):
 class Closed(_Asked, frozen=True):
     """Leave a group."""
 
-    line: int
+    group: int
     in_order: bool
 
 
@@ -205,7 +205,7 @@ class IpcConnection(Generic[R]):
         self._descriptors: list[int] = []
         self._receives = receives
 
-    def say(self, message: Any, descriptors: Sequence[int] = ()) -> None:
+    def send(self, message: Any, descriptors: Sequence[int] = ()) -> None:
         """Send one message, and pass open files along with it."""
         data = msgspec.msgpack.encode(message)
         framed = _LENGTH.pack(len(data)) + data
@@ -215,14 +215,14 @@ class IpcConnection(Generic[R]):
         except OSError:
             raise IpcClosed from None
 
-    def hear(self) -> R:
+    def receive(self) -> R:
         size = _LENGTH.unpack(self._take(_LENGTH.size))[0]
         return self._receives.decode(self._take(size), "the process at the other end")
 
     def ask(self, message: Any, descriptors: Sequence[int] = ()) -> R:
         """Send a request and wait for its reply."""
-        self.say(message, descriptors)
-        return self.hear()
+        self.send(message, descriptors)
+        return self.receive()
 
     def take_descriptors(self) -> list[int]:
         """Return the file descriptors received with the messages so far."""

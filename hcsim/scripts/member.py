@@ -203,7 +203,7 @@ async def _tell_failure(store: StoreClient, news: IpcConnection[RankFailed]) -> 
     failed = FAILURES.decode(word, "the store")
     store.hurry(failed.reason, LINGER_S)
     with suppress(IpcClosed):
-        news.say(failed)
+        news.send(failed)
 
 
 async def _tell_loss(losing: Awaitable[RankFailed], store: StoreClient, news: IpcConnection[RankFailed]) -> None:
@@ -212,7 +212,7 @@ async def _tell_loss(losing: Awaitable[RankFailed], store: StoreClient, news: Ip
     failed = await losing
     store.hurry(failed.reason, LINGER_S if failed.rank else 0.0)
     with suppress(IpcClosed):
-        news.say(failed)
+        news.send(failed)
     with suppress(HcsimError):
         await _set_failed(store, failed)
 
@@ -223,10 +223,10 @@ async def _set_failed(store: StoreClient, failed: RankFailed) -> None:
     await store.do(Stored("compare_set", (_FAILED,), (b"", word), timeout_s=_GRACE_S))
 
 
-async def _attend(conversation: IpcConnection[Stored], store: StoreClient) -> None:
+async def _attend(connection: IpcConnection[Stored], store: StoreClient) -> None:
     while True:
         try:
-            asked = await asyncio.to_thread(conversation.hear)
+            asked = await asyncio.to_thread(connection.receive)
         except IpcClosed:
             return
         try:
@@ -235,7 +235,7 @@ async def _attend(conversation: IpcConnection[Stored], store: StoreClient) -> No
         except HcsimError as error:
             answer = SimulatorReply(0.0, 0.0, failure=failure_of(error))
         with suppress(IpcClosed):
-            conversation.say(answer)
+            connection.send(answer)
 
 
 async def _interrupt(process: asyncio.subprocess.Process, leaving: asyncio.Event) -> None:

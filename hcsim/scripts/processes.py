@@ -98,9 +98,9 @@ def _missing(member: Member, told: StatusReply) -> str:
 class RankProcess:
     """One rank's process, with its socket and shared memory."""
 
-    def __init__(self, pid: int, conversation: IpcConnection[RankMessage], arena: SharedMemoryMap) -> None:
+    def __init__(self, pid: int, connection: IpcConnection[RankMessage], arena: SharedMemoryMap) -> None:
         self.pid = pid
-        self.conversation = conversation
+        self.connection = connection
         self.arena = arena
 
 
@@ -119,7 +119,7 @@ class RankProcesses:
                 env={"PYTHONHASHSEED": "0", **os.environ, **ONE_THREAD},
                 start_new_session=True,  # an interrupt is for us, and we end them
             )
-        self._line = IpcConnection(ours, REPLIES)
+        self._connection = IpcConnection(ours, REPLIES)
         self._living: dict[int, RankProcess] = {}
 
     def __enter__(self) -> RankProcesses:
@@ -128,15 +128,15 @@ class RankProcesses:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         for process in tuple(self._living.values()):
             self.end(process, at_once=True)
-        self._line.close()
+        self._connection.close()
         self._fork_server.wait()
 
-    def start(self, seat: RankSpec) -> RankProcess:
+    def start(self, spec: RankSpec) -> RankProcess:
         ours, theirs = socket.socketpair()
         arena = shared_file()
         try:
             with theirs:
-                pid = self._ask(ForkRequest(seat), (theirs.fileno(), arena))
+                pid = self._ask(ForkRequest(spec), (theirs.fileno(), arena))
         except BaseException:
             ours.close()
             os.close(arena)
@@ -149,7 +149,7 @@ class RankProcesses:
         negated number of the signal."""
         if self._living.pop(process.pid, None) is None:
             return 0
-        process.conversation.close()
+        process.connection.close()
         process.arena.close()
         try:
             return self._ask(EndRequest(process.pid, at_once))
@@ -160,6 +160,6 @@ class RankProcesses:
 
     def _ask(self, what: ForkRequest | EndRequest, descriptors: tuple[int, ...] = ()) -> int:
         try:
-            return self._line.ask(what, descriptors)
+            return self._connection.ask(what, descriptors)
         except IpcClosed:
             raise HcsimError("the process that starts the ranks has ended: look above for its reason") from None

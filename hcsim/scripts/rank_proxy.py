@@ -53,16 +53,16 @@ class GroupDirectory:
         self._ports: dict[str, int] = {}
         self._opened: dict[tuple[str, int], int] = {}
 
-    def membership(self, opened: Opened, seat: int) -> GroupMembership:
+    def membership(self, opened: Opened, world_rank: int) -> GroupMembership:
         """Return this rank's membership of a group that is not a subgroup."""
         members = opened.ranks or tuple(range(opened.size))
-        if len(members) != opened.size or max(members) >= len(self.hosts) or members[opened.rank] != seat:
+        if len(members) != opened.size or max(members) >= len(self.hosts) or members[opened.rank] != world_rank:
             raise UsageError(
-                f"rank {opened.rank} of {opened.size} cannot be here: this is rank {seat} of {len(self.hosts)}, "
+                f"rank {opened.rank} of {opened.size} cannot be here: this is rank {world_rank} of {len(self.hosts)}, "
                 "as RANK and WORLD_SIZE say"
             )
         port = self._ports.setdefault(opened.name, DEFAULT_PORT + len(self._ports))
-        epoch = self._opened[opened.name, seat] = self._opened.get((opened.name, seat), -1) + 1
+        epoch = self._opened[opened.name, world_rank] = self._opened.get((opened.name, world_rank), -1) + 1
         addresses = tuple(f"{self.hosts[member]}:{port}" for member in members)
         # A rank that computes for long is late, and not lost before a call would be.
         wire = msgspec.structs.replace(self.wire, connect_timeout_s=opened.timeout_s)
@@ -72,9 +72,9 @@ class GroupDirectory:
 class RankGroups:
     """One rank's groups."""
 
-    def __init__(self, host: VirtualHost, seat: int, directory: GroupDirectory) -> None:
+    def __init__(self, host: VirtualHost, world_rank: int, directory: GroupDirectory) -> None:
         self._host = host
-        self._seat = seat
+        self._world_rank = world_rank
         self._directory = directory
         self._groups: dict[int, tuple[Group, int | None]] = {}
         """Each group, with the number of its parent group."""
@@ -91,50 +91,50 @@ class RankGroups:
         if opened.parent is not None:
             group = self.group(opened.parent).subgroup(opened.ranks, options)
         else:
-            us = self._directory.membership(opened, self._seat)
+            us = self._directory.membership(opened, self._world_rank)
             group = await Group.open(self._host, us, options)
             self._members[self._opened + 1] = opened.ranks or tuple(range(opened.size))
         self._opened += 1
         self._groups[self._opened] = group, opened.parent
-        for seat, reason in self.failed.items():
-            self._fail(self._opened, seat, reason)
+        for world_rank, reason in self.failed.items():
+            self._fail(self._opened, world_rank, reason)
         return self._opened
 
-    def group(self, line: int) -> Group:
-        if line not in self._groups:
+    def group(self, number: int) -> Group:
+        if number not in self._groups:
             raise UsageError("the group has been destroyed")
-        return self._groups[line][0]
+        return self._groups[number][0]
 
-    def started(self, line: int, task: asyncio.Task[Any]) -> None:
-        waiting = [other for other in self._under_way.get(line, ()) if not other.done()]
-        self._under_way[line] = [*waiting, task]
+    def started(self, number: int, task: asyncio.Task[Any]) -> None:
+        waiting = [other for other in self._under_way.get(number, ()) if not other.done()]
+        self._under_way[number] = [*waiting, task]
 
-    async def close(self, line: int, *, in_order: bool) -> None:
+    async def close(self, number: int, *, in_order: bool) -> None:
         """Leave the group; `in_order`: only after all its calls. Its parent group stays open."""
-        if line not in self._groups:
+        if number not in self._groups:
             return
-        group, parent = self._groups.pop(line)
+        group, parent = self._groups.pop(number)
         if in_order:
-            await asyncio.gather(*self._under_way.pop(line, ()), return_exceptions=True)
+            await asyncio.gather(*self._under_way.pop(number, ()), return_exceptions=True)
         if parent is None:
             if not in_order:
-                group.fail(f"rank {self._seat} has given up", group.rank)
+                group.fail(f"rank {self._world_rank} has given up", group.rank)
             await group.close()
 
-    def peer_failed(self, seat: int, reason: str) -> None:
+    def peer_failed(self, world_rank: int, reason: str) -> None:
         """Handle the failure of a rank's script: fail the groups that the rank is in, and those opened later."""
-        self.failed[seat] = reason
-        for line in self._groups:
-            self._fail(line, seat, reason)
+        self.failed[world_rank] = reason
+        for number in self._groups:
+            self._fail(number, world_rank, reason)
 
-    def peer_began_anew(self, seat: int) -> None:
+    def peer_began_anew(self, world_rank: int) -> None:
         """Handle the restart of another rank's machine, and of its script."""
-        self.failed.pop(seat, None)
+        self.failed.pop(world_rank, None)
 
-    def _fail(self, line: int, seat: int, reason: str) -> None:
-        members = self._members.get(line, ())
-        if seat in members:
-            self._groups[line][0].fail(reason, members.index(seat))
+    def _fail(self, number: int, world_rank: int, reason: str) -> None:
+        members = self._members.get(number, ())
+        if world_rank in members:
+            self._groups[number][0].fail(reason, members.index(world_rank))
 
     async def end(self, reason: str) -> None:
         """Leave all groups when the script ends. Send `reason` to the other members, if it is not empty."""
@@ -188,11 +188,11 @@ class RankProxy:
 
     async def attend(self, say: Say) -> Left | None:
         """Serve the rank until its script ends. Return None if the process ended without a `Left` message."""
-        conversation = self._process.conversation
+        connection = self._process.connection
         await self._instant_end()  # so that ranks that start at once load their libraries side by side
         while True:
             try:
-                message = conversation.hear()
+                message = connection.receive()
             except IpcClosed:
                 return None
             match message:
@@ -212,7 +212,7 @@ class RankProxy:
                 case _:
                     answer = await self._answered(message)
                     try:
-                        conversation.say(answer)
+                        connection.send(answer)
                     except IpcClosed:
                         return None
                     await self._instant_end()
@@ -247,14 +247,14 @@ class RankProxy:
         self._record.calls += 1
         task = self._host.spawn(self._perform(started), name=f"{started.call.operation} {started.number}")
         self._under_way[started.number] = task
-        self._groups.started(started.line, task)
+        self._groups.started(started.group, task)
 
     async def _perform(self, started: Started) -> int:
         """Perform the call. It never raises: the outcome or error is kept for the next answer."""
         failure, result = None, 0
         try:
             arrays = [self._process.arena.at(slot) for slot in started.slots]
-            result = await perform(self._groups.group(started.line), started.call, arrays)
+            result = await perform(self._groups.group(started.group), started.call, arrays)
         except Exception as error:
             failure = failure_of(error)
         self._finished.append(CallFinished(started.number, result, failure))
@@ -285,8 +285,8 @@ class RankProxy:
                 return {"number": reply.number, "values": reply.values}
             case Opened():
                 return {"number": await self._groups.open(asked)}
-            case Closed(line, in_order):
-                await self._groups.close(line, in_order=in_order)
+            case Closed(group, in_order):
+                await self._groups.close(group, in_order=in_order)
             case unknown:
                 raise AssertionError(unknown)
         return {}

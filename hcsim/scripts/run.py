@@ -127,8 +127,8 @@ class _ScriptWorld(World):
         if rank == 0:
             host.spawn(StoreService().serve(host, await host.listen(store)), name="store")
         seed = stream(self.scenario.seed, "script", host.name, host.life).getrandbits(32)
-        seat = RankSpec(rank, len(names), names[0], str(script), arguments, flops_per_byte(host), seed, host.life)
-        process = self._running[host.name] = self._processes.start(seat)
+        spec = RankSpec(rank, len(names), names[0], str(script), arguments, flops_per_byte(host), seed, host.life)
+        process = self._running[host.name] = self._processes.start(spec)
         groups = RankGroups(host, rank, self._directory)
         record = self._records[rank]
         attendant = RankProxy(host, process, groups, StoreClient(host, names[0], store), record)

@@ -27,15 +27,15 @@ def ends(request: pytest.FixtureRequest) -> Iterator[Ends]:
 
 def test_messages_that_have_piled_up_are_read_one_by_one(ends: Ends) -> None:
     said = [RankFailed(rank, "x" * (rank * 999)) for rank in range(20)]
-    saying = threading.Thread(target=lambda: [ends[0].say(message) for message in said])
-    saying.start()
-    assert [ends[1].hear() for _ in said] == said
-    saying.join()
+    sending = threading.Thread(target=lambda: [ends[0].send(message) for message in said])
+    sending.start()
+    assert [ends[1].receive() for _ in said] == said
+    sending.join()
 
 
 def test_a_request_is_answered_however_large_it_is(ends: Ends) -> None:
     large = RankFailed(1, "x" * 4_000_000)
-    answering = threading.Thread(target=lambda: ends[1].say(ends[1].hear()))
+    answering = threading.Thread(target=lambda: ends[1].send(ends[1].receive()))
     answering.start()
     assert ends[0].ask(large) == large
     answering.join()
@@ -43,9 +43,9 @@ def test_a_request_is_answered_however_large_it_is(ends: Ends) -> None:
 
 def test_an_open_file_comes_with_its_message(ends: Ends) -> None:
     read, write = os.pipe()
-    ends[0].say(RankFailed(1, ""), (write,))
+    ends[0].send(RankFailed(1, ""), (write,))
     os.close(write)
-    assert ends[1].hear() == RankFailed(1, "")
+    assert ends[1].receive() == RankFailed(1, "")
     (theirs,) = ends[1].take_descriptors()
     assert ends[1].take_descriptors() == []
     os.write(theirs, b"here")
@@ -55,19 +55,19 @@ def test_an_open_file_comes_with_its_message(ends: Ends) -> None:
 
 
 def test_the_end_of_the_peer_ends_the_wait(ends: Ends) -> None:
-    ends[0].say(RankFailed(1, "last word"))
+    ends[0].send(RankFailed(1, "last word"))
     ends[0].close()
-    assert ends[1].hear() == RankFailed(1, "last word")
+    assert ends[1].receive() == RankFailed(1, "last word")
     with pytest.raises(IpcClosed):
-        ends[1].hear()
+        ends[1].receive()
     with pytest.raises(IpcClosed):
-        ends[1].say(RankFailed(1, ""))
+        ends[1].send(RankFailed(1, ""))
 
 
 def test_another_message_is_the_peers_fault(ends: Ends) -> None:
-    ends[0].say([1, 2, 3])
+    ends[0].send([1, 2, 3])
     with pytest.raises(RemoteProtocolError):
-        ends[1].hear()
+        ends[1].receive()
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ def run(processes: RankProcesses, folder: Path, text: str, ranks: int, *faults: 
 def heard_to_the_end(process: RankProcess) -> None:
     with suppress(IpcClosed):
         while True:
-            process.conversation.hear()
+            process.connection.receive()
 
 
 def begun(processes: RankProcesses, script: Path) -> RankProcess:

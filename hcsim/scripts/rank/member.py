@@ -22,8 +22,8 @@ class MemberProcess:
     """The parent process, which has joined the cluster and serves or reaches the store. This process ends with
     it."""
 
-    def __init__(self, conversation: IpcConnection[SimulatorReply]) -> None:
-        self._conversation = conversation
+    def __init__(self, connection: IpcConnection[SimulatorReply]) -> None:
+        self._connection = connection
         self._turn = threading.Lock()
         self._answers: queue.SimpleQueue[SimulatorReply] = queue.SimpleQueue()
         threading.Thread(target=self._listen, name="hcsim member", daemon=True).start()
@@ -31,28 +31,28 @@ class MemberProcess:
     def ask(self, message: Stored) -> SimulatorReply:
         with self._turn:
             with suppress(IpcClosed):  # the listener hears of that
-                self._conversation.say(message)
+                self._connection.send(message)
             return self._answers.get()
 
     def _listen(self) -> None:
         try:
             while True:
-                self._answers.put(self._conversation.hear())
+                self._answers.put(self._connection.receive())
         except IpcClosed:
             os._exit(1)
 
 
-def _hear_of_failure(news: IpcConnection[RankFailed]) -> None:
+def _receive_failure(news: IpcConnection[RankFailed]) -> None:
     """Fail the groups of this process when another rank's script has failed. Runs on a thread of its own."""
     with suppress(IpcClosed):
-        failed = news.hear()
+        failed = news.receive()
         local_engine().peer_failed(failed.rank, int(os.environ["WORLD_SIZE"]), failed.reason)
 
 
 def _main(descriptor: str, news: str, script: str, *arguments: str) -> None:
     store = RemoteStore(MemberProcess(IpcConnection(socket.socket(fileno=int(descriptor)), ANSWERS)))
     told = IpcConnection(socket.socket(fileno=int(news)), FAILURES)
-    threading.Thread(target=_hear_of_failure, args=(told,), name="hcsim news", daemon=True).start()
+    threading.Thread(target=_receive_failure, args=(told,), name="hcsim news", daemon=True).start()
     install_store(store)
     use_store(store.part("mlx/"))
     answer_mlx()

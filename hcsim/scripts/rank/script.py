@@ -37,13 +37,11 @@ from hcsim.scripts.rank.stdlib import ScriptClock, install_output
 _OURS = (str(Path(__file__).parent), str(Path(runpy.__file__)), "<frozen runpy>")
 
 
-def run_script(seat: RankSpec, conversation: int, arena: int) -> NoReturn:
+def run_script(spec: RankSpec, connection: int, arena: int) -> NoReturn:
     """Run the script to its end, report how it ended, and exit the process."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    simulator = SimulatorClient(
-        IpcConnection(socket.socket(fileno=conversation), ANSWERS), SharedMemoryAllocator(arena)
-    )
-    counter = simulator.work = WorkCounter(simulator, seat.flops_per_byte)
+    simulator = SimulatorClient(IpcConnection(socket.socket(fileno=connection), ANSWERS), SharedMemoryAllocator(arena))
+    counter = simulator.work = WorkCounter(simulator, spec.flops_per_byte)
     install_output(simulator)
     clock = ScriptClock(simulator, counter)
     os.register_at_fork(after_in_child=lambda: _no_rank(simulator, clock))
@@ -51,14 +49,14 @@ def run_script(seat: RankSpec, conversation: int, arena: int) -> NoReturn:
     install_store(store)
     use_engine(RemoteEngine(simulator))
     register_optimizer_step_post_hook(lambda *_: simulator.tell(Stepped()))
-    _follow_mlx(simulator, counter, seat.seed)
+    _follow_mlx(simulator, counter, spec.seed)
     torch.set_num_threads(1)
-    _seed(seat.seed)
-    os.environ.update(environment(seat.rank, seat.world, seat.first, seat.life))
-    sys.argv = [seat.script, *seat.arguments]
-    sys.path[0] = str(Path(seat.script).parent)
+    _seed(spec.seed)
+    os.environ.update(environment(spec.rank, spec.world, spec.first, spec.life))
+    sys.argv = [spec.script, *spec.arguments]
+    sys.path[0] = str(Path(spec.script).parent)
     clock.install()
-    code, error = _run(seat.script, counter)
+    code, error = _run(spec.script, counter)
     with suppress(BaseException):
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
@@ -142,10 +140,10 @@ def _no_rank(simulator: SimulatorClient, clock: ScriptClock) -> None:
     clock.uninstall()
 
 
-def _main(spec: str, conversation: str, arena: str) -> None:
-    seat = msgspec.json.decode(spec, type=RankSpec)
-    import_early(seat.script)  # which is no part of its work, as it is none where ranks are forked
-    run_script(seat, int(conversation), int(arena))
+def _main(encoded: str, connection: str, arena: str) -> None:
+    spec = msgspec.json.decode(encoded, type=RankSpec)
+    import_early(spec.script)  # which is no part of its work, as it is none where ranks are forked
+    run_script(spec, int(connection), int(arena))
 
 
 if __name__ == "__main__":

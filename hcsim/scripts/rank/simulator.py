@@ -57,7 +57,7 @@ class AwaitedCall(Protocol):
 class SimulatorClient:
     """The channel for all messages of the rank. Counted work is reported before each message."""
 
-    def __init__(self, conversation: IpcConnection[SimulatorReply], arena: SharedMemoryAllocator) -> None:
+    def __init__(self, connection: IpcConnection[SimulatorReply], arena: SharedMemoryAllocator) -> None:
         self.arena = arena
         self.lock = threading.RLock()
         self.now_s = self.elapsed_s = 0.0
@@ -66,7 +66,7 @@ class SimulatorClient:
         """Whether a message was sent after the last answer, so that virtual time may have passed."""
         self.work: CountedWork | None = None
         self.pending: Requests[AwaitedCall] = Requests()
-        self._conversation = conversation
+        self._connection = connection
         self._left = False
 
     def tell(self, message: RankMessage) -> None:
@@ -75,7 +75,7 @@ class SimulatorClient:
             return
         with self.lock:
             self.tell_work()
-            self._say(message)
+            self._send(message)
 
     def ask(self, message: RankMessage) -> SimulatorReply:
         """Send a request and wait for the answer, which also reports calls that have ended in the meantime."""
@@ -83,9 +83,9 @@ class SimulatorClient:
             raise UsageError("a process that the script has started is no rank: it has no part in its rank's groups")
         with self.lock:
             self.tell_work()
-            self._say(message)
+            self._send(message)
             try:
-                answer = self._conversation.hear()
+                answer = self._connection.receive()
             except IpcClosed:
                 os._exit(_ABANDONED)
             self.now_s, self.elapsed_s, self.stale = answer.now_s, answer.elapsed_s, False
@@ -101,19 +101,19 @@ class SimulatorClient:
         with self.lock:
             done = self.work.take() if self.work is not None else None
             if done is not None:
-                self._say(done)
+                self._send(done)
 
     def leave(self) -> None:
         """Close the connection, in a process that was forked from this one and is no rank."""
         self._left = True
         self.lock = threading.RLock()  # a thread that is not here may have it
         self.work = None
-        self._conversation.close()
+        self._connection.close()
 
-    def _say(self, message: RankMessage) -> None:
+    def _send(self, message: RankMessage) -> None:
         self.stale = True
         try:
-            self._conversation.say(message)
+            self._connection.send(message)
         except IpcClosed:
             os._exit(_ABANDONED)
 
@@ -204,7 +204,7 @@ class RemoteEngine:
             raise raised(answer.failure)
         return RemoteGroup(self, answer.number, place)
 
-    def start(self, line: int, call: GroupCall, arrays: Sequence[Array]) -> RemoteCall:
+    def start(self, group: int, call: GroupCall, arrays: Sequence[Array]) -> RemoteCall:
         """Copy the call's inputs into the shared memory, and start it."""
         simulator = self.simulator
         with simulator.lock:
@@ -219,7 +219,7 @@ class RemoteEngine:
                 taken.append((what, array, slot))
             pending = RemoteCall(self, number, taken)
             simulator.pending.add(number, pending)
-            simulator.tell(Started(number, line, call, tuple(slot for *_, slot in taken)))
+            simulator.tell(Started(number, group, call, tuple(slot for *_, slot in taken)))
             return pending
 
     def after_backward(self, pending: RemoteCall, act: Callable[[], None]) -> None:

@@ -62,7 +62,7 @@ class Compression(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     """The key of the compressor's state; without a key no state is kept."""
     step: int = 0
     """The step of the key; it rises from step to step."""
-    life: int = 0
+    instance: int = 0
     """The incarnation of the key: a higher one than before starts without state."""
     tensors: tuple[tuple[str, tuple[int, ...]], ...] = ()
     """Names and shapes of the tensors in the array; empty if it is one tensor without a name."""
@@ -142,7 +142,9 @@ def begin(group: Group, call: GroupCall, arrays: Sequence[Array]) -> Handle[Any]
         case "recv":
             return within.recv(arrays[0], call.root, tag=call.tag)
         case "memory_size" | "memory" | "restore" if call.compression is not None:
-            return group.host.spawn(_remember(group, call.operation, call.compression, arrays), name=call.operation)
+            return group.host.spawn(
+                _transfer_state(group, call.operation, call.compression, arrays), name=call.operation
+            )
         case unknown:
             raise AssertionError(unknown)
 
@@ -162,7 +164,7 @@ def _at_root(arrays: Sequence[Array]) -> Array | None:
     return arrays[1] if len(arrays) > 1 else None
 
 
-async def _remember(group: Group, operation: str, of: Compression, arrays: Sequence[Array]) -> int:
+async def _transfer_state(group: Group, operation: str, of: Compression, arrays: Sequence[Array]) -> int:
     """Read or restore the compressor's state: return its size in bytes, copy its bytes, or load them."""
     if operation == "restore":
         compressing(group).restore(of, arrays[0].tobytes())
@@ -189,7 +191,7 @@ class _Kept:
 
     def __init__(self, how: Compression, rank: int) -> None:
         self.spec = how.spec
-        self.life = how.life
+        self.instance = how.instance
         self.compressor = make(how.spec, seed=how.seed, rank=rank)
         self._step = 0
         self._under_way = 0
@@ -313,7 +315,7 @@ class CompressedCalls:
         """Return whether no earlier call used the same compression, and the same key if it has one.
 
         This follows from the order of the calls alone, which is the same on all ranks."""
-        way = how.key, how.spec, how.seed, how.life
+        way = how.key, how.spec, how.seed, how.instance
         first = way not in self._asked
         self._asked[way] = None
         return first
@@ -328,11 +330,11 @@ class CompressedCalls:
 
 def _is_later(how: Compression, kept: _Kept) -> bool:
     """Return whether the kept state belongs to an earlier incarnation; reject a call of a past one."""
-    if how.life < kept.life:
+    if how.instance < kept.instance:
         raise UsageError(
             f"what is called {how.key} has begun anew since: give models that are trained side by side unlike names"
         )
-    return how.life > kept.life
+    return how.instance > kept.instance
 
 
 async def _agree(group: Group, how: Compression, bucket: int) -> None:

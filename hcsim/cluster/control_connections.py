@@ -102,7 +102,7 @@ class ControlConnections:
         self._host = host
         self._owner = owner
         self._lines: dict[str, ControlConnection] = {}
-        self._strangers = AdmissionQueue(host)
+        self._admission = AdmissionQueue(host)
         self._watchers: dict[Channel, None] = {}
         self._closed = False
 
@@ -126,7 +126,7 @@ class ControlConnections:
 
     async def serve(self, listener: Listener) -> None:
         try:
-            await self._strangers.accept(listener, self._called)
+            await self._admission.accept(listener, self._called)
         finally:
             await listener.close()
 
@@ -183,7 +183,7 @@ class ControlConnections:
                 elif not isinstance(first, ProbeRequest):
                     theirs, ours = _hello(first, channel), self._owner.hello()
                     await SCHEMA.send(channel, ours)
-            self._strangers.known(channel)
+            self._admission.known(channel)
             known = True
             if isinstance(first, StatusRequest):
                 await self._answer_again(channel, first)
@@ -200,7 +200,7 @@ class ControlConnections:
             raise
         finally:
             if not known:
-                self._strangers.known(channel)
+                self._admission.known(channel)
 
     async def _answer(self, channel: Channel, request: StatusRequest) -> None:
         reply = self._owner.asked(request)

@@ -281,7 +281,7 @@ class Handshake:
             told = ChaCha20Poly1305(self._seal_key).decrypt(
                 _nonce(HandshakeRole(theirs.role)), message[1:], self._transcript
             )
-            trusted.hear(told, theirs.node_id, theirs.public)
+            trusted.receive(told, theirs.node_id, theirs.public)
         except TrustListFull:
             raise HandshakeFault(RefusalReason.LIST_FULL) from None
         except (InvalidTag, HcsimError):

@@ -105,7 +105,7 @@ class TrustStore:
             told = TrustRecord((*told.statements, claim))
         return msgspec.msgpack.encode(told)
 
-    def hear(self, data: bytes, peer: str, public: bytes) -> bool:
+    def receive(self, data: bytes, peer: str, public: bytes) -> bool:
         """Merge data from a machine with that key, if it is a member by then; return whether it is.
 
         Raise `TrustListFull` if only the lack of room on the list keeps it from being one."""

@@ -61,7 +61,7 @@ class ConnectionAcceptor:
         self._most = most
         self._deadline_s = deadline_s
         self._context = context
-        self._strangers: dict[_Caller, None] = {}
+        self._unsettled: dict[_Caller, None] = {}
         self._of: dict[Any, _Caller] = {}
         self._warned = False
         own(sock, listens=True)
@@ -77,8 +77,8 @@ class ConnectionAcceptor:
         self._accepting.cancel()
         await asyncio.gather(self._accepting, return_exceptions=True)
         self._sock.close()
-        tasks = [caller.task for caller in self._strangers if caller.task is not None]
-        for caller in tuple(self._strangers):
+        tasks = [caller.task for caller in self._unsettled if caller.task is not None]
+        for caller in tuple(self._unsettled):
             self._cut_off(caller)
         await asyncio.gather(*tasks, return_exceptions=True)
 
@@ -97,15 +97,15 @@ class ConnectionAcceptor:
                 continue
             sock.setblocking(False)
             own(sock)
-            self._take_in(sock, remote[0].removeprefix("::ffff:"))
+            self._admit(sock, remote[0].removeprefix("::ffff:"))
 
-    def _take_in(self, sock: socket.socket, source: str) -> None:
-        for caller in [each for each in self._strangers if each.transport is not None and each.transport.is_closing()]:
+    def _admit(self, sock: socket.socket, source: str) -> None:
+        for caller in [each for each in self._unsettled if each.transport is not None and each.transport.is_closing()]:
             self._forget(caller)
-        if len(self._strangers) >= self._most:
+        if len(self._unsettled) >= self._most:
             self._cut_off(self._one_too_many())
         caller = _Caller(source)
-        self._strangers[caller] = None
+        self._unsettled[caller] = None
         caller.limit = asyncio.get_running_loop().call_later(self._deadline_s, self._cut_off, caller)
         caller.task = asyncio.create_task(self._serve(caller, sock), name=f"a caller of {self._address}")
 
@@ -127,7 +127,7 @@ class ConnectionAcceptor:
     def _one_too_many(self) -> _Caller:
         """Return the oldest connection of the address that has the most."""
         sources: dict[str, list[_Caller]] = {}
-        for caller in self._strangers:
+        for caller in self._unsettled:
             sources.setdefault(caller.source, []).append(caller)
         return max(sources.values(), key=len)[0]
 
@@ -139,7 +139,7 @@ class ConnectionAcceptor:
             caller.task.cancel()
 
     def _forget(self, caller: _Caller) -> None:
-        self._strangers.pop(caller, None)
+        self._unsettled.pop(caller, None)
         self._of.pop(caller.protocol, None)
         if caller.limit is not None:
             caller.limit.cancel()

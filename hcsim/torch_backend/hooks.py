@@ -43,7 +43,7 @@ class CompressionState:
             raise ValueError('this hook compresses on a process group of the backend "hcsim"; torch has its own others')
         self.group = group
         self.compression = compression
-        self._kept = KeptCompression(group.line, compression, seed, name)
+        self._kept = KeptCompression(group.engine_group, compression, seed, name)
         self._names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
 
     def describe(self, bucket: GradBucket) -> Compression:
@@ -61,11 +61,11 @@ class CompressionState:
 
     def forget(self) -> None:
         """Drop the residuals: the loaded state is another rank's, which still has them."""
-        self._kept.remember(without_debts(self._kept.memory()))
+        self._kept.restore(without_debts(self._kept.memory()))
 
     def absorb(self, state: Mapping[str, Any]) -> None:
         """Add the residuals of a rank that is gone to this rank's."""
-        self._kept.remember(with_debts_of(self._kept.memory(), state["memory"].cpu().numpy().tobytes()))
+        self._kept.restore(with_debts_of(self._kept.memory(), state["memory"].cpu().numpy().tobytes()))
 
 
 def compression_hook(state: CompressionState, bucket: GradBucket) -> torch.futures.Future[Tensor]:

@@ -53,7 +53,7 @@ def create(options: Any, backend_options: object | None, staging: Staging | None
     chosen = _options(backend_options)
     ranks = tuple(options.global_ranks_in_group)
     whole = dist.group.WORLD if ranks and dist.is_initialized() else None
-    parent = whole.line if isinstance(whole, HcsimGroup) else None
+    parent = whole.engine_group if isinstance(whole, HcsimGroup) else None
     timeout_s = options.timeout.total_seconds()
     place = GroupSpec(options.group_id, options.group_rank, options.group_size, timeout_s, parent, ranks)
     return HcsimGroup(_engine().open(place, options.store), options.store, timeout_s, chosen, ranks, staging)
@@ -82,7 +82,7 @@ class HcsimGroup(ProcessGroup):
 
     def __init__(
         self,
-        line: EngineGroup,
+        group: EngineGroup,
         store: Store,
         timeout_s: float,
         options: Options,
@@ -90,15 +90,15 @@ class HcsimGroup(ProcessGroup):
         staging: Staging | None = None,
     ) -> None:
         """`ranks` are the members' ranks in the whole program; empty if the group is the whole program."""
-        super().__init__(line.rank, line.size)  # type: ignore[call-arg]  # the form of a Python group
-        self.line = line
+        super().__init__(group.rank, group.size)  # type: ignore[call-arg]  # the form of a Python group
+        self.engine_group = group
         self._store = store
         self._name = ""
         self._description = ""
         self._timeout_s = timeout_s
         self._staging = staging or Staging()
         self._options = options
-        self._ranks = ranks or range(line.size)
+        self._ranks = ranks or range(group.size)
         self._together: list[PendingWork] | None = None
 
     # What torch asks of a group; its C++ side by the names in capitals, where a Python group has to answer for itself.
@@ -247,7 +247,7 @@ class HcsimGroup(ProcessGroup):
 
     def monitored_barrier(self, timeout: timedelta, wait_all_ranks: bool = False) -> None:
         """A barrier whose failure names the absent ranks, at rank 0."""
-        _monitored_barrier(self.line, timeout.total_seconds(), self._ranks, name_all=wait_all_ranks)
+        _monitored_barrier(self.engine_group, timeout.total_seconds(), self._ranks, name_all=wait_all_ranks)
 
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
@@ -282,10 +282,10 @@ class HcsimGroup(ProcessGroup):
 
     def shutdown(self) -> None:
         self._staging.close()
-        self.line.close()
+        self.engine_group.close()
 
     def abort(self) -> None:
-        self.line.abort()
+        self.engine_group.abort()
 
     # What the calls have in common.
 
@@ -334,7 +334,7 @@ class HcsimGroup(ProcessGroup):
             limit_s = self._timeout_s
         call = msgspec.structs.replace(call, timeout_s=limit_s)
         arrays = [flat.array for flat in flats]
-        return self._staging.start(flats, lambda: self.line.start(call, arrays)), filled
+        return self._staging.start(flats, lambda: self.engine_group.start(call, arrays)), filled
 
     def _work(self, started: Sequence[StartedCall], results: list[Tensor]) -> PendingWork:
         def deliver() -> None:
@@ -420,15 +420,15 @@ def _counts(group: HcsimGroup, ours: int, opts: Any) -> list[int]:
     return [int(count) for count in counts]
 
 
-def _monitored_barrier(line: EngineGroup, timeout_s: float, ranks: Sequence[int], *, name_all: bool) -> None:
+def _monitored_barrier(group: EngineGroup, timeout_s: float, ranks: Sequence[int], *, name_all: bool) -> None:
     """Wait for all ranks: every rank reports to rank 0, which releases all or names the absent ranks.
 
     `ranks` are the members' ranks in the whole program. With `name_all` rank 0 names all absent ranks rather
     than one."""
-    others = range(1, line.size) if line.rank == 0 else range(1)
-    first, second = ("recv", "send") if line.rank == 0 else ("send", "recv")
-    troubles = _troubles({rank: _begin_message(line, first, rank, timeout_s) for rank in others})
-    if line.rank == 0 and any(isinstance(trouble, CollectiveTimeout) for trouble in troubles.values()):
+    others = range(1, group.size) if group.rank == 0 else range(1)
+    first, second = ("recv", "send") if group.rank == 0 else ("send", "recv")
+    troubles = _troubles({rank: _begin_message(group, first, rank, timeout_s) for rank in others})
+    if group.rank == 0 and any(isinstance(trouble, CollectiveTimeout) for trouble in troubles.values()):
         late = sorted(troubles) if name_all else sorted(troubles)[:1]
         absent = [ranks[rank] for rank in late]
         raise CallTimedOut(
@@ -436,14 +436,14 @@ def _monitored_barrier(line: EngineGroup, timeout_s: float, ranks: Sequence[int]
             f" rank {', '.join(map(str, absent))} did not come to it",
             absent[0],
         )
-    troubles = troubles or _troubles({rank: _begin_message(line, second, rank, timeout_s) for rank in others})
+    troubles = troubles or _troubles({rank: _begin_message(group, second, rank, timeout_s) for rank in others})
     for trouble in troubles.values():
         raise translated(trouble) from trouble
 
 
-def _begin_message(line: EngineGroup, operation: str, rank: int, timeout_s: float) -> PendingCall:
+def _begin_message(group: EngineGroup, operation: str, rank: int, timeout_s: float) -> PendingCall:
     call = GroupCall(operation=operation, root=rank, tag=_BARRIER_TAG, timeout_s=timeout_s)
-    return line.start(call, [np.zeros(1, np.uint8)])
+    return group.start(call, [np.zeros(1, np.uint8)])
 
 
 def _troubles(messages: dict[int, PendingCall]) -> dict[int, HcsimError]:

@@ -276,7 +276,7 @@ class _Doorkeeper:
         handshake = Handshake(HandshakeRole.CALLER, self._us, channel.binding)
         try:
             channel.limit(MAX_MESSAGE_BYTES)
-            await _say(channel, handshake.first())
+            await _send(channel, handshake.first())
             await self._go_on(handshake, channel)
             return self._conclude(handshake, channel)
         except BaseException:
@@ -310,7 +310,7 @@ class _Doorkeeper:
         try:
             async with clock.timeout(ADMISSION_TIMEOUT_S):
                 async with clock.timeout(CROWDED_S if crowded else None):
-                    hello = await _hear(channel)
+                    hello = await _receive(channel)
                 if (claimed := _claimed(hello)) in self._known:
                     known = claimed
                     if _come(self._claims, known) < MAX_CLAIMS:
@@ -320,7 +320,7 @@ class _Doorkeeper:
                 elif source and self._throttle.wait_s(source, clock.elapsed()) > 0.0:
                     await self._refuse(handshake, channel, RefusalReason.TOO_MANY_FAILURES)
                 else:
-                    await _say(channel, handshake.receive(hello))
+                    await _send(channel, handshake.receive(hello))
                     await self._go_on(handshake, channel)
         except RemoteProtocolError:  # it has ended the channel, so nobody can be told
             handshake.refuse(RefusalReason.MALFORMED)
@@ -336,15 +336,15 @@ class _Doorkeeper:
 
     async def _go_on(self, handshake: Handshake, channel: Channel) -> None:
         while handshake.state not in (HandshakeState.ADMITTED, HandshakeState.REFUSED):
-            answer = handshake.receive(await _hear(channel))
+            answer = handshake.receive(await _receive(channel))
             if handshake.state is HandshakeState.AWAITS_LIST:
                 channel.limit(MAX_LIST_BYTES)
-            await _say(channel, answer)
+            await _send(channel, answer)
 
     async def _refuse(self, handshake: Handshake, channel: Channel, reason: RefusalReason) -> None:
         with suppress(ChannelError, TimeoutError):  # it need not listen
             async with self._host.clock.timeout(_REFUSAL_TIMEOUT_S):
-                await _say(channel, handshake.refuse(reason))
+                await _send(channel, handshake.refuse(reason))
 
     def _conclude(self, handshake: Handshake, channel: Channel, source: str = "") -> AdmittedChannel:
         """Report the outcome; return the member's channel or raise `AdmissionRefused`."""
@@ -406,11 +406,11 @@ def _claimed(hello: bytes) -> str:
         return ""
 
 
-async def _say(channel: Channel, message: bytes | None) -> None:
+async def _send(channel: Channel, message: bytes | None) -> None:
     if message is not None:
         await channel.send(Header(len(message), Kind.HELLO), memoryview(message))
 
 
-async def _hear(channel: Channel) -> bytes:
+async def _receive(channel: Channel) -> bytes:
     header, payload = await channel.recv(lambda header: None)
     return b"" if isinstance(payload, Phantom) or header.kind is not Kind.HELLO else bytes(payload)

@@ -96,7 +96,7 @@ class RefusalLog:
         self._last = ""
 
 
-MAX_STRANGERS = 64
+MAX_UNADMITTED = 64
 
 
 class AdmissionQueue:
@@ -105,7 +105,7 @@ class AdmissionQueue:
 
     def __init__(self, host: Host) -> None:
         self._host = host
-        self._strangers: dict[Channel, str] = {}
+        self._unadmitted: dict[Channel, str] = {}
         """The sources of accepted channels that are still unauthenticated, oldest first."""
         self._news = BroadcastEvent()
 
@@ -115,28 +115,28 @@ class AdmissionQueue:
         number = 0
         while True:
             channel = await listener.accept()
-            self._strangers[channel] = source_of(channel)
-            if len(self._strangers) > MAX_STRANGERS:
+            self._unadmitted[channel] = source_of(channel)
+            if len(self._unadmitted) > MAX_UNADMITTED:
                 self._hang_up_on_one()
             number += 1
             greet(channel, number)
-            while len(self._strangers) > MAX_STRANGERS:
+            while len(self._unadmitted) > MAX_UNADMITTED:
                 await self._news.next()
 
     def known(self, channel: Channel) -> None:
         """Make room for the next caller: this one has been accepted or rejected."""
-        if self._strangers.pop(channel, None) is not None:
+        if self._unadmitted.pop(channel, None) is not None:
             self._news.tell()
 
     async def close(self) -> None:
         """Close the channels of unauthenticated callers, whose tasks may never have started."""
-        for channel in tuple(self._strangers):
+        for channel in tuple(self._unadmitted):
             self.known(channel)
             await channel.close()
 
     def _hang_up_on_one(self) -> None:
         sources: dict[str, list[Channel]] = {}
-        for channel, source in self._strangers.items():
+        for channel, source in self._unadmitted.items():
             sources.setdefault(source, []).append(channel)
         most = max(sources.values(), key=len)
         if len(most) > 1:

@@ -115,11 +115,13 @@ def decode_hello(data: bytes, peer: str) -> GroupHello:
     return decode_message(_DECODER, data, peer, "sent a hello that cannot be read")
 
 
-async def say_hello(channel: Channel, us: GroupMembership, stripe: int = 0) -> None:
-    await say(channel, Kind.HELLO, us, msgspec.msgpack.encode(hello_of(us, us.rank, stripe)))
+async def send_hello(channel: Channel, us: GroupMembership, stripe: int = 0) -> None:
+    await send_frame(channel, Kind.HELLO, us, msgspec.msgpack.encode(hello_of(us, us.rank, stripe)))
 
 
-async def say(channel: Channel, kind: Kind, us: GroupMembership, data: bytes, culprit: int | None = None) -> None:
+async def send_frame(
+    channel: Channel, kind: Kind, us: GroupMembership, data: bytes, culprit: int | None = None
+) -> None:
     """Send a frame that belongs to no operation; an ABORT may name the rank that caused it."""
     step = culprit + 1 if culprit is not None and 0 <= culprit < us.world else 0
     await channel.send(Header(len(data), kind, sender=us.rank, epoch=us.epoch, step=step), memoryview(data))
@@ -130,7 +132,7 @@ def culprit_in(header: Header, world: int) -> int | None:
     return header.step - 1 if 0 < header.step <= world else None
 
 
-async def hear(channel: Channel) -> tuple[Kind, bytes]:
+async def receive_frame(channel: Channel) -> tuple[Kind, bytes]:
     """Receive a frame; return its kind and its payload."""
     header, payload = await channel.recv(lambda header: None)
     if isinstance(payload, Phantom):
@@ -187,7 +189,7 @@ class GroupListener:
         try:
             channel.limit(HELLO_LIMIT_BYTES)
             async with self.host.clock.timeout(HELLO_TIMEOUT_S):
-                first = await hear(channel)
+                first = await receive_frame(channel)
                 if first[0] is Kind.CONTROL:
                     await _echo(channel, first[1])
                     return
@@ -208,7 +210,7 @@ async def _echo(channel: Channel, data: bytes) -> None:
     """Echo the frames of a check until the caller ends it."""
     while True:
         await channel.send(Header(len(data), Kind.CONTROL), memoryview(data))
-        kind, data = await hear(channel)
+        kind, data = await receive_frame(channel)
         if kind is not Kind.CONTROL:
             return
 

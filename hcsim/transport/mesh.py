@@ -44,10 +44,10 @@ from hcsim.transport.groups import (
     GroupListener,
     GroupMembership,
     decode_hello,
-    hear,
     objection,
-    say,
-    say_hello,
+    receive_frame,
+    send_frame,
+    send_hello,
 )
 from hcsim.transport.link import Link
 
@@ -61,7 +61,7 @@ class LinkMetrics:
         self._metrics = metrics
         self._addresses = addresses
         self._links = links
-        self._told: dict[int, tuple[int, int, int, int]] = {}
+        self._reported: dict[int, tuple[int, int, int, int]] = {}
         self.end = metrics.collect(self._tell)
         """Report the final counts and stop: the mesh is closed."""
 
@@ -74,9 +74,9 @@ class LinkMetrics:
     def _tell(self) -> None:
         for rank, link in self._links.items():
             counts = (link.sent_bytes, link.received_bytes, link.sent_frames, link.received_frames)
-            told = self._told.get(rank, (0, 0, 0, 0))
-            self._told[rank] = counts
-            for series, now, before in zip(self._series(self._addresses[rank]), counts, told, strict=True):
+            reported = self._reported.get(rank, (0, 0, 0, 0))
+            self._reported[rank] = counts
+            for series, now, before in zip(self._series(self._addresses[rank]), counts, reported, strict=True):
                 series.add(now - before)
 
     def _series(self, peer: str) -> tuple[Counter, ...]:
@@ -141,13 +141,13 @@ class Mesh:
         self._greeting: dict[asyncio.Task[None], None] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self._spare: list[memoryview] = []
-        self._strangers = AdmissionQueue(host)
+        self._admission = AdmissionQueue(host)
         self._refusals = us.refusals or RefusalLog()
         self._refusals.forget()
         self._closed = ""
         """The reason of the close; empty while open."""
         self._parting: CloseNotice | None = None
-        self._untold: dict[int, asyncio.Future[None]] = {}
+        self._uninformed: dict[int, asyncio.Future[None]] = {}
         """The late ranks that are to get the reason when they call."""
         self._awaited = 0
 
@@ -158,7 +158,7 @@ class Mesh:
         elif self.us.world > 1:
             if self._listener is None:
                 self._listener = await self.host.listen(self.us.addresses[self.us.rank])
-            accepting = self._strangers.accept(self._listener, self._called_by)
+            accepting = self._admission.accept(self._listener, self._called_by)
             self._accepting = self.host.spawn(accepting, name="accept")
 
     async def link(self, rank: int) -> Link:
@@ -206,7 +206,7 @@ class Mesh:
         kind, text = parting
         culprit = error.peer if kind is Kind.ABORT and isinstance(error, CollectiveError) else None
         self._parting = CloseNotice(kind, text.encode()[:HELLO_LIMIT_BYTES], culprit)
-        self._untold = {rank: asyncio.get_running_loop().create_future() for rank in late}
+        self._uninformed = {rank: asyncio.get_running_loop().create_future() for rank in late}
         for task in self._tasks:
             task.cancel()
         for opening in self._opening.values():
@@ -220,10 +220,10 @@ class Mesh:
         """Send the last message on all links, to peers that are being dialled, and to those that call meanwhile."""
         calling = asyncio.gather(*self._tasks, return_exceptions=True)
         await asyncio.gather(*(self._part(link, error) for link in self.links.values()), calling)
-        if self._untold:
+        if self._uninformed:
             with suppress(TimeoutError):
                 async with self.host.clock.timeout(LATE_S):
-                    await asyncio.gather(*self._untold.values())
+                    await asyncio.gather(*self._uninformed.values())
         if self._greeting:  # whoever has just called hears why, too
             with suppress(TimeoutError):
                 async with self.host.clock.timeout(ABORT_TIMEOUT_S):
@@ -248,17 +248,17 @@ class Mesh:
 
     async def _part(self, link: Link, error: HcsimError) -> None:
         try:
-            await self._say_goodbye(link.channels)
+            await self._send_goodbye(link.channels)
         finally:
             await link.close(error)
 
-    async def _say_goodbye(self, channels: Sequence[Channel]) -> None:
+    async def _send_goodbye(self, channels: Sequence[Channel]) -> None:
         assert self._parting is not None
         kind, text, culprit = self._parting
         try:
             async with self.host.clock.timeout(BYE_TIMEOUT_S if kind is Kind.BYE else ABORT_TIMEOUT_S):
                 for channel in channels:
-                    await say(channel, kind, self.us, text, culprit)
+                    await send_frame(channel, kind, self.us, text, culprit)
         except (ChannelError, TimeoutError):
             pass  # it will notice by itself that we are gone
 
@@ -266,7 +266,7 @@ class Mesh:
         """Close a dialled channel. If the mesh is closing, a peer that has accepted it gets the last message."""
         try:
             if self._parting is not None:
-                await self._say_goodbye([channel])
+                await self._send_goodbye([channel])
         finally:
             await channel.close()
 
@@ -346,9 +346,9 @@ class Mesh:
         try:
             if us.is_impostor(rank, channel):
                 raise self._impostor(rank, channel.identity, channel.peer)
-            await say_hello(channel, us, stripe)
+            await send_hello(channel, us, stripe)
             channel.limit(HELLO_LIMIT_BYTES)
-            kind, data = await hear(channel)
+            kind, data = await receive_frame(channel)
             if kind is Kind.LATER:
                 await channel.close()
                 return False
@@ -384,7 +384,7 @@ class Mesh:
         try:
             await self._greet(channel)
         finally:
-            self._strangers.known(channel)
+            self._admission.known(channel)
 
     async def _greet(self, channel: Channel, first: FirstFrame | None = None) -> None:
         """Receive a caller's hello, and accept it or reject it with a reason."""
@@ -392,23 +392,23 @@ class Mesh:
         try:
             channel.limit(HELLO_LIMIT_BYTES)
             async with self.host.clock.timeout(HELLO_TIMEOUT_S):
-                kind, data = first or await hear(channel)
+                kind, data = first or await receive_frame(channel)
                 if kind is not Kind.HELLO:
                     raise RemoteProtocolError(f"{channel.peer} did not start with a hello", channel.peer)
                 theirs = decode_hello(data, channel.peer)
                 answer, reason = self._answer(theirs, channel)
                 self._traffic.greeted(answer)
                 if answer is Kind.HELLO:
-                    self._take_in(theirs, channel)
+                    self._admit(theirs, channel)
                     taken_in = True
-                    await say_hello(channel, self.us)
+                    await send_hello(channel, self.us)
                 else:
                     if answer is Kind.ABORT and not self._closed:
                         self._refusals(f"{channel.peer}, as rank {theirs.rank}, was told: {reason}")
-                    await say(channel, answer, self.us, reason.encode())
+                    await send_frame(channel, answer, self.us, reason.encode())
                     await channel.close()
                     if answer is Kind.ABORT and theirs.name == self.us.name:
-                        self._told(theirs.rank)
+                        self._informed(theirs.rank)
         except BaseException as error:
             if isinstance(error, RemoteProtocolError):
                 self._refusals(str(error))
@@ -418,9 +418,9 @@ class Mesh:
             if not isinstance(error, ChannelError | TimeoutError):
                 raise
 
-    def _told(self, rank: int) -> None:
+    def _informed(self, rank: int) -> None:
         """Note that a late rank has got the reason of the close."""
-        told = self._untold.get(rank)
+        told = self._uninformed.get(rank)
         if told is not None and not told.done():
             told.set_result(None)
 
@@ -448,7 +448,7 @@ class Mesh:
             return f"rank {theirs.rank} is connected already"
         return reason
 
-    def _take_in(self, theirs: GroupHello, channel: Channel) -> None:
+    def _admit(self, theirs: GroupHello, channel: Channel) -> None:
         channel.limit(MAX_FRAME_BYTES)
         stripes = self._called.setdefault(theirs.rank, {})
         stripes[theirs.stripe] = channel

@@ -296,14 +296,14 @@ def test_stores_that_hear_each_other_know_the_same_and_the_expelled_one_is_refus
     a, b, x = map(store_of, "abx")
     for one, other in ((a, b), (b, a), (a, x), (b, x), (b, a), (x, a)):
         name = {id(a): "a", id(b): "b", id(x): "x"}[id(other)]
-        assert one.hear(other.told_to(key("?").public), name, key(name).public)
+        assert one.receive(other.told_to(key("?").public), name, key(name).public)
     a.rotate(secret("second"), [key("x").node_id])
-    assert not a.hear(x.told_to(key("a").public), "x", key("x").public)
+    assert not a.receive(x.told_to(key("a").public), "x", key("x").public)
     assert b.digest != a.digest
-    assert b.hear(a.told_to(key("b").public), "a", key("a").public)
+    assert b.receive(a.told_to(key("b").public), "a", key("a").public)
     assert (b.digest, b.secret) == (a.digest, secret("second"))
     assert b.phrase == f"{FIRST.phrase()}-{secret('second').phrase()}"
-    assert x.hear(a.told_to(key("x").public), "a", key("a").public), "of a it learns nothing but how a is listed"
+    assert x.receive(a.told_to(key("x").public), "a", key("a").public), "of a it learns nothing but how a is listed"
     assert x.secret == FIRST
     with pytest.raises(ConfigError, match="delete its file node_key"):
         a.enlist(key("x").public, "x")
@@ -314,9 +314,9 @@ def test_a_stranger_cannot_have_many_statements_checked() -> None:
     before = a.list
     many = [before.listing(key(f"m{number}").public, "m", key("late")) for number in range(MOST_UNPROVED)]
     theirs = TrustRecord((*joined("late").statements, *many))
-    assert not a.hear(msgspec.msgpack.encode(theirs), "late", key("late").public)
+    assert not a.receive(msgspec.msgpack.encode(theirs), "late", key("late").public)
     assert a.list == before
-    assert a.hear(msgspec.msgpack.encode(TrustRecord(theirs.statements[:1])), "late", key("late").public)
+    assert a.receive(msgspec.msgpack.encode(TrustRecord(theirs.statements[:1])), "late", key("late").public)
 
 
 def test_a_machine_that_is_not_listed_cannot_change_the_list() -> None:
@@ -337,13 +337,13 @@ def test_a_phrase_with_two_parts_lists_a_newcomer_at_the_first_member_that_it_me
     disk = Disk()
     disk.record = TrustRecord(secret=second.data)
     late = TrustStore(first, key("late"), "late", disk)
-    assert a.hear(late.told_to(key("a").public), "late", key("late").public)
-    late.hear(a.told_to(key("late").public), "a", key("a").public)
+    assert a.receive(late.told_to(key("a").public), "late", key("late").public)
+    late.receive(a.told_to(key("late").public), "a", key("a").public)
     assert (names(late.list), late.digest) == (["a", "late"], a.digest)
     a.rotate(secret("third"))
     disk.record = TrustRecord(secret=second.data)
     later = TrustStore(first, key("later"), "later", disk)
-    assert not a.hear(later.told_to(key("a").public), "later", key("later").public)
+    assert not a.receive(later.told_to(key("a").public), "later", key("later").public)
 
 
 def full_list(by: str, tag: str, count: int = MOST_LISTINGS - 2) -> TrustStore:
@@ -359,7 +359,7 @@ def full_list(by: str, tag: str, count: int = MOST_LISTINGS - 2) -> TrustStore:
 def test_members_whose_lists_do_not_fit_together_stay_members_and_can_expel() -> None:
     a, b = full_list("a", "x"), full_list("b", "y")
     before = a.list
-    assert a.hear(b.told_to(key("a").public), "b", key("b").public)
+    assert a.receive(b.told_to(key("a").public), "b", key("b").public)
     assert a.list == before
     b.rotate(secret("second"), [key("y0").node_id])
     with pytest.raises(TrustListFull):
@@ -375,7 +375,7 @@ def test_a_full_list_takes_in_nobody_and_says_so() -> None:
     with pytest.raises(TrustListFull, match="is full: create a new cluster"):
         a.enlist(key("late").public, "late")
     with pytest.raises(TrustListFull):
-        a.hear(store_of("late").told_to(key("a").public), "late", key("late").public)
+        a.receive(store_of("late").told_to(key("a").public), "late", key("late").public)
     assert key("late").node_id not in a.list.members
     caller, listener = (
         Handshake(role, Credentials(key(name), FIRST, 1, os.urandom, store), b"")

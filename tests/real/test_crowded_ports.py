@@ -27,7 +27,7 @@ from hcsim.real.tls import ClusterTls
 from hcsim.runtime.address import split_address
 from hcsim.runtime.frame import Header, Kind, encode_header
 from hcsim.telemetry.metrics import HostMetrics
-from hcsim.transport.admission_queue import MAX_STRANGERS
+from hcsim.transport.admission_queue import MAX_UNADMITTED
 
 FEW = 256
 CROWD = 400
@@ -253,8 +253,8 @@ def test_a_silent_caller_costs_the_coordinator_little_memory_and_is_bounded() ->
             before, resident = descriptors(), resident_bytes()
             strangers = await crowd(listener.address)
             await asyncio.sleep(0.2)
-            assert descriptors() <= before + MAX_STRANGERS + 72
-            assert resident_bytes() - resident < (MAX_STRANGERS + 64) * 256 * 1024
+            assert descriptors() <= before + MAX_UNADMITTED + 72
+            assert resident_bytes() - resident < (MAX_UNADMITTED + 64) * 256 * 1024
             await disperse(strangers)
             await coordinator.close()
             await listener.close()

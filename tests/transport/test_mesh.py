@@ -21,7 +21,7 @@ from hcsim.real.host import RealHost, RealOptions
 from hcsim.runtime.channel import Channel, Phantom
 from hcsim.runtime.frame import HEADER_BYTES, Header, Kind, encode_header
 from hcsim.runtime.host import Host
-from hcsim.transport.admission_queue import MAX_STRANGERS, RefusalLog
+from hcsim.transport.admission_queue import MAX_UNADMITTED, RefusalLog
 from hcsim.transport.groups import HELLO_LIMIT_BYTES, HELLO_TIMEOUT_S, GroupHello, GroupMembership, Wire
 from hcsim.transport.link import Link
 from hcsim.transport.mesh import Mesh
@@ -332,7 +332,7 @@ def test_a_strange_caller_is_dropped_and_nothing_else_happens(what):
 def test_silent_callers_of_one_source_keep_no_member_waiting_and_are_dropped_in_time():
     async def body(ours: VirtualHost, stranger: VirtualHost, member: VirtualHost) -> None:
         mesh, theirs = await opened(ours, 0), await opened(member, 2)
-        silent = [await stranger.connect("mac-1:1000") for _ in range(MAX_STRANGERS)]
+        silent = [await stranger.connect("mac-1:1000") for _ in range(MAX_UNADMITTED)]
         loop = asyncio.get_running_loop()
         began_s = loop.time()
         late, answer, _ = await call(member, msgspec.structs.replace(HELLO, rank=2))

@@ -70,11 +70,11 @@ class Coordinator:
         """Why the persistent state cannot be saved; empty if it can."""
         self._tasks: dict[asyncio.Task[Any], None] = {}
         self._news = BroadcastEvent()
-        self._strangers = AdmissionQueue(host)
+        self._admission = AdmissionQueue(host)
         self._registry = self._served()
 
     def open(self, listener: Listener) -> None:
-        self._start(self._strangers.accept(listener, self._called_by), "accept workers")
+        self._start(self._admission.accept(listener, self._called_by), "accept workers")
         self._start(self._keep_time(), "evict silent workers")
 
     @property
@@ -94,7 +94,7 @@ class Coordinator:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await self._strangers.close()
+        await self._admission.close()
 
     # Connections.
 
@@ -113,7 +113,7 @@ class Coordinator:
             except TimeoutError:
                 return
             finally:
-                self._strangers.known(channel)
+                self._admission.known(channel)
             await asyncio.shield(endpoint.ended)
         finally:
             who = self._who.pop(endpoint, None)

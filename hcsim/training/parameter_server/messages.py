@@ -180,7 +180,7 @@ class MessageConnection(Generic[S, R]):
     async def recv(self, within_s: float | None) -> R:
         """Receive the next message; with None, wait for as long as the connection lives."""
         self._channel.limit(self._message_bytes)
-        header, payload = await self._hear(lambda _: None, within_s)
+        header, payload = await self._receive(lambda _: None, within_s)
         return self._receives.framed(header, payload, self.peer)
 
     async def recv_payload(self, size_bytes: int, into: memoryview | None) -> None:
@@ -190,7 +190,7 @@ class MessageConnection(Generic[S, R]):
             place = into[offset : offset + length] if into is not None else None
             self._channel.limit(length)
             due = Header(length, offset=offset, total=size_bytes)
-            _, heard = await self._hear(self._placing(due, place), self._silence_s)
+            _, heard = await self._receive(self._placing(due, place), self._silence_s)
             if place is not None and isinstance(heard, Phantom):
                 raise RemoteProtocolError(f"{self.peer} sent a phantom where bytes were due", self.peer)
 
@@ -210,7 +210,7 @@ class MessageConnection(Generic[S, R]):
             await self._channel.send(header, payload)
         self.sent_bytes += HEADER_BYTES + header.length
 
-    async def _hear(
+    async def _receive(
         self, place: Callable[[Header], memoryview | None], within_s: float | None
     ) -> tuple[Header, Payload]:
         async with within(self._clock, within_s, self._late(within_s)):

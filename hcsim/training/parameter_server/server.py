@@ -105,18 +105,18 @@ class WorkerConnections:
         self._violations: Counter[str] = Counter()
         """By worker, since its last whole push."""
         self._tasks: dict[asyncio.Task[None], None] = {}
-        self._strangers = AdmissionQueue(self._host)
+        self._admission = AdmissionQueue(self._host)
 
     def open(self, listener: Listener) -> None:
         """Accept connections from now on."""
-        self._start(self._strangers.accept(listener, self._called_by), "accept workers")
+        self._start(self._admission.accept(listener, self._called_by), "accept workers")
 
     async def close(self) -> None:
         tasks = tuple(self._tasks)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await self._strangers.close()
+        await self._admission.close()
 
     @property
     def answering(self) -> bool:
@@ -156,7 +156,7 @@ class WorkerConnections:
             try:
                 join = expect(await line.recv(HELLO_TIMEOUT_S), Join, line.peer)
             finally:
-                self._strangers.known(channel)
+                self._admission.known(channel)
             if self.guests is not None and join.worker not in self.guests:
                 raise PeerRefused(f"{join.worker} is not in our view", line.peer)
             await self._serve(WorkerConnection(join.worker, line), join)

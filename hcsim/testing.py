@@ -185,10 +185,10 @@ def _check_feedback(spec: str) -> None:
         given += tensor
     lost = float(np.linalg.norm(given - decoded) / np.linalg.norm(given))
     _require(lost < 1, f"{spec + SUFFIX}: what is lost is less than the tensor (it is {lost:.3g} of it)")
-    owed = sum(
+    residual = sum(
         (np.asarray(array, np.float32) for name, array in coder.state().items() if name.startswith(OWED)), 0 * given
     )
-    error = float(np.abs(given - decoded - owed).max())
+    error = float(np.abs(given - decoded - residual).max())
     _require(error <= 1e-4, f"{spec + SUFFIX}: what was sent and what is owed is what was given, but for {error:.2g}")
 
 

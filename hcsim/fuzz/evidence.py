@@ -60,7 +60,7 @@ class Evidence(msgspec.Struct, frozen=True):
     """The result of each host's last life. Hosts that never end are missing."""
     parameters: Mapping[str, Array] = {}
     """The parameters of hosts that finished."""
-    owed: Mapping[str, Array] = {}
+    residuals: Mapping[str, Array] = {}
     """The residuals of their error feedback."""
     left: Sequence[tuple[float, str]] = ()
     """The times at which hosts had finished, or had left in order before."""
@@ -120,7 +120,7 @@ class Recorder:
         self.said: list[HostMessage] = []
         self.steps: list[StepRecord] = []
         self.parameters: dict[str, Array] = {}
-        self.owed: dict[str, Array] = {}
+        self.residuals: dict[str, Array] = {}
         self.left: list[tuple[float, str]] = []
         self.tracker = Tracker(scenario)
 
@@ -142,7 +142,7 @@ class Recorder:
         if run.step < run.settings.steps:
             return
         self.parameters[host] = parameters.copy()
-        self.owed[host] = _owed(run)
+        self.residuals[host] = _residual(run)
         self.tracker.ended(host)
 
     @property
@@ -172,15 +172,15 @@ def sighting(event: Event) -> ViewAdoption:
     return ViewAdoption(int(time_ns) / 1e9, str(host), str(lineage), int(epoch), names)
 
 
-def _owed(run: Run) -> Array:
+def _residual(run: Run) -> Array:
     """Return the residual of this member's error feedback as one flat array."""
-    owed = np.zeros(run.learner.layout.length, np.float32)
+    total = np.zeros(run.learner.layout.length, np.float32)
     state = run.compressor.state()
     for tensor in run.learner.layout.tensors:
         residual = state.get(f"{OWED}{tensor.name}")
         if isinstance(residual, np.ndarray):
-            owed[tensor.span] = residual.reshape(-1)
-    return owed
+            total[tensor.span] = residual.reshape(-1)
+    return total
 
 
 def _seconds(event: Event) -> float:

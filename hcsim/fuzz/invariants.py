@@ -126,8 +126,8 @@ def nothing_is_lost_or_doubled(evidence: Evidence) -> Iterator[str]:
     sizes = [stretch.members for stretch in way for _ in range(stretch.steps)]
     batch = evidence.training.batch
     assert isinstance(batch, int)
-    owed = np.sum([*evidence.owed.values()], axis=0, dtype=np.float64)
-    want = expected_slopes(evidence.scenario.seed, [batch * members for members in sizes]) + SLOPES_LR * owed
+    residual = np.sum([*evidence.residuals.values()], axis=0, dtype=np.float64)
+    want = expected_slopes(evidence.scenario.seed, [batch * members for members in sizes]) + SLOPES_LR * residual
     for host, parameters in evidence.parameters.items():
         away = float(np.abs(parameters - want).max())
         if not away <= _BITS_AWAY:
@@ -159,7 +159,7 @@ def _something_owed_was_lost(evidence: Evidence, way: Sequence[ViewSteps]) -> bo
             host = member.partition("#")[0]
             if not left_s or any(who == host and abs(at_s - time_s) < LEAVES_S for at_s, who in failed):
                 return True
-    return any(host not in evidence.owed for host in evidence.names)
+    return any(host not in evidence.residuals for host in evidence.names)
 
 
 def _lives_that_left(evidence: Evidence) -> list[tuple[float, str]]:

@@ -93,7 +93,7 @@ def gather(
         steps=recorder.steps,
         results=results,
         parameters=recorder.parameters,
-        owed=recorder.owed,
+        residuals=recorder.residuals,
         left=recorder.left,
         usage=census.most,
         lost=lost.texts,

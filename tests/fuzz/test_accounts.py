@@ -47,9 +47,11 @@ LEFT_SOON_AFTER = LEFT.replace("4 s", "6 s").replace("3 s", "5 s")
 @pytest.mark.parametrize("faults", ["", SPOILED, LEFT], ids=["calm", "a step is dropped", "one leaves and returns"])
 def test_parameters_and_what_is_owed_are_all_that_was_computed(faults: str):
     evidence, _, _ = gather(parse_scenario(HOME + faults, "accounts"))
-    assert any(np.abs(owed).max() > 0.1 for owed in evidence.owed.values())
+    assert any(np.abs(residual).max() > 0.1 for residual in evidence.residuals.values())
     assert not [*nothing_is_lost_or_doubled(evidence)]
-    forgotten = msgspec.structs.replace(evidence, owed={host: 0 * owed for host, owed in evidence.owed.items()})
+    forgotten = msgspec.structs.replace(
+        evidence, residuals={host: 0 * residual for host, residual in evidence.residuals.items()}
+    )
     assert [*nothing_is_lost_or_doubled(forgotten)]
 
 

@@ -2,8 +2,8 @@
 
 The first member of a view saves periodically, and every member that leaves before the end saves. After a
 restart of all members, training goes on from the newest checkpoint that one of them holds: a checkpoint names
-its era and step, and members compare those when a view begins. It contains the saver's error-feedback residual,
-unless another member has it by then. The residuals of members that did not save are lost.
+its trained view and step, and members compare those when a view begins. It contains the saver's error-feedback
+residual, unless another member has it by then. The residuals of members that did not save are lost.
 
 A member keeps the last few checkpoints, each in a record of its own. They are numbered, and a new one replaces
 the oldest, so the others stay intact. The newest undamaged one is loaded. If a checkpoint cannot be written (a

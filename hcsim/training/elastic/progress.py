@@ -1,19 +1,19 @@
 """A member's progress, which members exchange when a view begins.
 
-An *era* is the training in one view. A member is in the era that it last synchronised in. Eras are totally
-ordered by (generation, epoch), and every member records the step with which each began. So the members can
-decide whether the steps of a member that was away count.
+A *trained view* is a view in which a model was trained. A member is in the one that it last synchronised in.
+Trained views are totally ordered by (generation, epoch), and every member records the step with which each began. So
+the members can decide whether the steps of a member that was away count.
 
-A cluster that restarts from checkpoints alone begins a new lineage, whose epochs start again: those eras are of
-the next generation.
+A cluster that restarts from checkpoints alone begins a new lineage, whose epochs start again: those views are of the
+next generation.
 
-All eras that go back to the same first one have one *origin*. Members of one origin compare their eras. A
-cluster that began without any checkpoint has another origin than an earlier one, and their eras cannot be
+All trained views that go back to the same first one have one *origin*. Members of one origin compare them. A
+cluster that began without any checkpoint has another origin than an earlier one, and their views cannot be
 compared. Between origins this decides, in this order:
 
     1.  An origin that some member works on now, with steps that it holds in memory, goes before one that
         members have from a checkpoint alone. A machine that returns with an old checkpoint takes over the
-        state of the running cluster, however many eras or steps its checkpoint has.
+        state of the running cluster, however many trained views or steps its checkpoint has.
     2.  Of two that members work on now, the one whose member is the most senior of the view: its cluster took
         in the other's members (see `View.standing`: the larger one does).
     3.  Of two that no member works on, the one with more steps.
@@ -36,8 +36,8 @@ import numpy.typing as npt
 
 from hcsim.cluster.view import View
 
-ERAS_KEPT = 256
-"""A member that was away for more eras than this is treated as a new one."""
+VIEWS_KEPT = 256
+"""A member that was away for more trained views than this is treated as a new one."""
 _ORIGINS = 0x7FFFFFFF
 _CRC_BITS = 32
 
@@ -48,13 +48,13 @@ class TrainedView(msgspec.Struct, frozen=True, order=True):
     generation: int = 0
     epoch: int = -1
     view: int = 0
-    """A digest of the view's members: where both sides of a split cluster may go on, their eras differ by it."""
+    """A digest of the view's members: where both sides of a split cluster may go on, their views differ by it."""
     lineage: int = 0
     origin: int = 0
-    """The first era that it goes back to."""
+    """The first trained view that it goes back to."""
 
     def next(self, view: View) -> TrainedView:
-        """Return the era of a view whose members go on from here."""
+        """Return the trained view of a view whose members go on from here."""
         lineage = lineage_digest(view)
         members = zlib.crc32(repr([(member.node, member.boot) for member in view.members]).encode())
         generation = self.generation + (self.epoch >= 0 and lineage != self.lineage)
@@ -63,32 +63,32 @@ class TrainedView(msgspec.Struct, frozen=True, order=True):
 
 
 class ViewBeginning(msgspec.Struct, frozen=True):
-    """An era, and the step with which it began."""
+    """A trained view, and the step with which it began."""
 
-    era: TrainedView
+    trained: TrainedView
     step: int
 
 
 class ViewHistory(msgspec.Struct, frozen=True):
-    """The eras that led to a model."""
+    """The trained views that led to a model."""
 
-    eras: tuple[ViewBeginning, ...] = ()
+    views: tuple[ViewBeginning, ...] = ()
 
-    def after(self, era: TrainedView, step: int) -> ViewHistory:
-        """Return the past extended by an era that begins with this step."""
-        return ViewHistory((*self.eras, ViewBeginning(era, step))[-ERAS_KEPT:])
+    def after(self, trained: TrainedView, step: int) -> ViewHistory:
+        """Return the past extended by a trained view that begins with this step."""
+        return ViewHistory((*self.views, ViewBeginning(trained, step))[-VIEWS_KEPT:])
 
-    def counted(self, era: TrainedView, now: int) -> int | None:
-        """Return the number of steps taken when that era ended, or `now` if it has not ended. None: that era does
-        not count."""
-        ends = [*(began.step for began in self.eras[1:]), now]
-        return next((end for began, end in zip(self.eras, ends, strict=False) if began.era == era), None)
+    def counted(self, trained: TrainedView, now: int) -> int | None:
+        """Return the number of steps taken when that view ended, or `now` if it has not ended. None: that view does not
+        count."""
+        ends = [*(began.step for began in self.views[1:]), now]
+        return next((end for began, end in zip(self.views, ends, strict=False) if began.trained == trained), None)
 
 
 class Provenance(msgspec.Struct, frozen=True):
     """The progress of a model: its state beside the arrays."""
 
-    era: TrainedView
+    trained: TrainedView
     past: ViewHistory
     step: int
     since: tuple[int, int]
@@ -100,8 +100,8 @@ class Provenance(msgspec.Struct, frozen=True):
 
     def next(self, view: View, step: int, since: tuple[int, int], sizes: dict[str, int]) -> Provenance:
         """Return the provenance in a view whose members go on from here, after that step."""
-        era = self.era.next(view)
-        return Provenance(era, self.past.after(era, step), step, since, sizes, memory=False)
+        trained = self.trained.next(view)
+        return Provenance(trained, self.past.after(trained, step), step, since, sizes, memory=False)
 
 
 NOTHING_YET = Provenance(TrainedView(), ViewHistory(), 0, (0, 0), {}, memory=False)
@@ -124,20 +124,28 @@ class MemberProgress(NamedTuple):
     """Whether it has taken steps that it did not load from a checkpoint."""
 
     @classmethod
-    def of(cls, era: TrainedView, step: int, pending: int, intent: bytes, *, live: bool) -> MemberProgress:
+    def of(cls, trained: TrainedView, step: int, pending: int, intent: bytes, *, live: bool) -> MemberProgress:
         return cls(
-            era.generation, era.epoch, era.view, era.lineage, step, pending, intent_digest(intent), era.origin, live
+            trained.generation,
+            trained.epoch,
+            trained.view,
+            trained.lineage,
+            step,
+            pending,
+            intent_digest(intent),
+            trained.origin,
+            live,
         )
 
     @property
-    def era(self) -> TrainedView:
-        """The era that the member last synchronised in."""
+    def trained(self) -> TrainedView:
+        """The trained view that the member last synchronised in."""
         return TrainedView(self.generation, self.epoch, self.view, self.lineage, self.origin)
 
     @property
     def standing(self) -> tuple[TrainedView, int]:
-        """The sort key of the progress: the era and the step."""
-        return self.era, self.step
+        """The sort key of the progress: the trained view and the step."""
+        return self.trained, self.step
 
     def numbers(self) -> list[int]:
         """Encode the header for the wire; each checksum takes half of a number."""

@@ -164,14 +164,14 @@ class ReplicatedMember(ElasticMember):
         await self._resolve(headers[right])
 
         told = await self._told(group)
-        # Among members of the newest era, prefer one with compressor state: with hierarchical training only the
-        # representatives of the homes have any.
-        of_era = [rank for rank in range(group.size) if headers[rank].era == headers[right].era]
-        right = max(of_era, key=lambda r: (told[r].step, told[r].memory != 0, -r))
+        # Among members of the newest trained view, prefer one with compressor state: with hierarchical training only
+        # the representatives of the homes have any.
+        of_newest = [rank for rank in range(group.size) if headers[rank].trained == headers[right].trained]
+        right = max(of_newest, key=lambda r: (told[r].step, told[r].memory != 0, -r))
         check_alike(view, headers, told, right)
         model = [each.print != told[right].print or each.step != told[right].step for each in told]
         memory = [bool(each.compresses) and each.memory != told[right].memory for each in told]
-        outdated = [header.era != headers[right].era for header in headers]
+        outdated = [header.trained != headers[right].trained for header in headers]
         givers = [
             not (model[rank] or outdated[rank]) and told[rank].memory == told[right].memory
             for rank in range(group.size)
@@ -186,7 +186,7 @@ class ReplicatedMember(ElasticMember):
 
         told = await self._told(group)
         check_arrived(told, routes)
-        before = self.provenance.era.epoch
+        before = self.provenance.trained.epoch
         self._regroup(group, view, [LocalProgress(each.samples, each.gone) for each in told])
         self.host.trace("synchronised", view.epoch, self.run.step, before)
 
@@ -194,13 +194,13 @@ class ReplicatedMember(ElasticMember):
         run = self.run
         pending = run.pending.step if run.pending is not None else -1
         live = run.step > 0 and not self._reloaded
-        return MemberProgress.of(self.provenance.era, run.step, pending, self._intent, live=live)
+        return MemberProgress.of(self.provenance.trained, run.step, pending, self._intent, live=live)
 
     async def _resolve(self, truth: MemberProgress) -> None:
-        """Apply or drop the pending update as the most right header says. An update of another era is resolved
+        """Apply or drop the pending update as the most right header says. An update of another trained view is resolved
         later."""
         run = self.run
-        if run.pending is not None and truth.era == self.provenance.era:
+        if run.pending is not None and truth.trained == self.provenance.trained:
             if truth.step > run.pending.step:
                 await run.carry_out(run.pending)
             else:
@@ -221,7 +221,7 @@ class ReplicatedMember(ElasticMember):
         self._reloaded = False
         compressor = make(self.settings.compressor, seed=self.seed, rank=group.rank)
         # The shared state of an unused compressor would drift from the others', so only the residual is kept.
-        kept = run.compressor.state() if self.method.compresses(group) else self._owed()
+        kept = run.compressor.state() if self.method.compresses(group) else self._residual()
         compressor.restore({name: array for name, array in kept.items() if not isinstance(array, Phantom)})
         self.method.take_over(progress)
         self.enter(group, self._dealt(view), compressor)
@@ -281,26 +281,26 @@ class ReplicatedMember(ElasticMember):
     def _own_that_counts(self, about: Provenance) -> SharedState:
         """Return this member's residual if all steps that it took part in count, and nothing otherwise."""
         run = self.run
-        counted = about.past.counted(self.provenance.era, about.step)
+        counted = about.past.counted(self.provenance.trained, about.step)
         if run.pending is not None:
             if counted is not None and counted > run.pending.step:
                 run.compressor.commit(run.pending.step)
                 run.pending = None
             run.drop()
-        return {} if self._reloaded or counted is None or counted < run.step else self._owed()
+        return {} if self._reloaded or counted is None or counted < run.step else self._residual()
 
     def _memory(self) -> SharedState:
         """Return the compressor state that must be the same on all members that compress."""
         return {MEMORY + n: array for n, array in self.run.compressor.state().items() if not n.startswith(OWN)}
 
-    def _owed(self) -> SharedState:
+    def _residual(self) -> SharedState:
         """Return this member's residual: its gradients that were not sent yet."""
         return {name: array for name, array in self.run.compressor.state().items() if name.startswith(OWN)}
 
-    def _take_in(self, owed: Mapping[str, StateArray]) -> None:
+    def _add_residual(self, residual: Mapping[str, StateArray]) -> None:
         """Add the residual of a leaving member to this member's."""
         state = self.run.compressor.state()
-        for name, array in owed.items():
+        for name, array in residual.items():
             assert not isinstance(array, Phantom)  # phantoms owe nothing
             state[name] = state[name] + array if name in state else array  # type: ignore[operator]
         self.run.compressor.restore(state)
@@ -313,19 +313,19 @@ class ReplicatedMember(ElasticMember):
         routes = [(leaver, heirs[0]) for leaver in leavers]
         giving = {}
         if group.rank in leavers:
-            giving = {heirs[0]: StateArrays(b"", self._owed())}
+            giving = {heirs[0]: StateArrays(b"", self._residual())}
             state = self.run.compressor.state()  # somebody else owes it now
             self.run.compressor.restore({name: array for name, array in state.items() if not name.startswith(OWN)})
         for snapshot in await relay(group, routes, giving):
-            self._take_in(snapshot.arrays)
+            self._add_residual(snapshot.arrays)
 
     def _saved(self) -> StateArrays:
         """Return the state that a restarted member needs to go on from here."""
         saved = self._snapshot(model=True, memory=True)
-        return StateArrays(saved.about, {**saved.arrays, **self._owed()})
+        return StateArrays(saved.about, {**saved.arrays, **self._residual()})
 
     def _reload(self, checkpoint: StateArrays) -> None:
         with fitting():
             self._adopt(checkpoint)
-            self._take_in({name: array for name, array in checkpoint.arrays.items() if name.startswith(OWN)})
+            self._add_residual({name: array for name, array in checkpoint.arrays.items() if name.startswith(OWN)})
         self._reloaded = True

@@ -45,7 +45,7 @@ PULLED = -1
 class ServerState(msgspec.Struct):
     """The state of a server beside the model."""
 
-    era: TrainedView = TrainedView()
+    trained: TrainedView = TrainedView()
     version: int = 0
     workers: dict[str, WorkerRecord] = {}
     since: tuple[int, int] = (0, 0)
@@ -95,7 +95,7 @@ class ServerReplica:
         await group.barrier()
         if group.rank in keepers:
             assert self.state is not None
-            self.state.era = self.state.era.next(view)
+            self.state.trained = self.state.trained.next(view)
             self.reloaded = False
         else:
             self.state = None
@@ -106,7 +106,7 @@ class ServerReplica:
         held = self.state
         if held is None:
             return MemberProgress.of(TrainedView(PULLED), pulled, -1, intent, live=False)
-        return MemberProgress.of(held.era, held.version, -1, intent, live=held.version > 0 and not self.reloaded)
+        return MemberProgress.of(held.trained, held.version, -1, intent, live=held.version > 0 and not self.reloaded)
 
     def _inherit(self, us: Participant, pulled: int) -> None:
         """Start from the model that this member's worker pulled, or from the initial one."""
@@ -123,7 +123,7 @@ class ServerReplica:
     def saved(self, start: ViewStart, workers: dict[str, WorkerRecord]) -> StateArrays:
         """Return the state that a server needs to go on from `start`, which is where it is now."""
         assert self.state is not None
-        state = ServerState(self.state.era, start.version, workers)
+        state = ServerState(self.state.trained, start.version, workers)
         state.begin(start)
         return StateArrays(msgspec.msgpack.encode(state), self._model.shared())
 

@@ -1,6 +1,6 @@
 """Synchronisation: the members of a new view come to hold the same state, without losing any step that counts.
 
-1.  All members exchange their eras and steps. `progress` decides whose state counts.
+1.  All members exchange their trained views and steps. `progress` decides whose state counts.
 2.  An update may have been voted on and applied by some members only. A member that applied it had received all
     votes, so all members of that view hold it. If one member of this view has applied it, the others apply it
     now. Otherwise it is dropped; a member that applied it and is absent learns on its return that it does not
@@ -8,7 +8,7 @@
 3.  All members exchange the fingerprints of their states. Members with the same progress must agree; if they do
     not, memory has failed somewhere. The others get what they lack from a member that has it, spread over as
     many givers as possible, and from a giver in their own home if there is one.
-4.  All members exchange fingerprints again: now all states are equal, and of the new era.
+4.  All members exchange fingerprints again: now all states are equal, and of the new trained view.
 
 A newcomer's state is sent here, while the others wait, and not during their steps. Every step changes all of
 it, so an earlier copy would be useless without all later updates, and both would take bandwidth from the
@@ -115,7 +115,7 @@ def check_alike(view: View, headers: list[MemberProgress], told: list[Holding], 
     """Raise if members with the same progress hold different states."""
     truth = told[right]
     for rank, each in enumerate(told):
-        if (headers[rank].era, each.step) != (headers[right].era, truth.step):
+        if (headers[rank].trained, each.step) != (headers[right].trained, truth.step):
             continue
         if each.print != truth.print or each.memory not in (0, truth.memory):
             names = view.members[right].name, view.members[rank].name

@@ -60,8 +60,8 @@ def test_every_push_counts_once_however_often_the_server_starts_anew(compressor:
         run = outcome.watchers[name].run
         assert run is not None
         for tensor in LAYOUT.tensors:
-            owed = run.compressor.state().get(f"own/residual/{tensor.name}")
-            total[tensor.span] += 0 if owed is None else owed.reshape(-1)
+            residual = run.compressor.state().get(f"own/residual/{tensor.name}")
+            total[tensor.span] += 0 if residual is None else residual.reshape(-1)
     gradients = sum(16 * mean(16 * step, 16 * step + 16) for step in range(8))
     np.testing.assert_allclose(total, gradients, rtol=1e-4, atol=2e-3)
 

@@ -19,7 +19,7 @@ SWITCH = on_switch("abc", rate="10 Mb/s", latency="0.5 ms")
 CONVEX = Training(task="convex", steps=12, timeout_s=PositiveSeconds(0.5))
 
 
-def era(lineage: str, *epochs: int) -> TrainedView:
+def trained(lineage: str, *epochs: int) -> TrainedView:
     """What follows from these views of one lineage."""
     reached = TrainedView()
     for epoch in epochs:
@@ -35,8 +35,8 @@ def header(reached: TrainedView, step: int, *, live: bool) -> MemberProgress:
     return MemberProgress.of(reached, step, -1, b"settings", live=live)
 
 
-NEW, OLD, FRESH = era("new", 3), era("old", 7, 30), TrainedView()
-BRANCH = era("old", 7).next(view("old/7.8.b", 8))
+NEW, OLD, FRESH = trained("new", 3), trained("old", 7, 30), TrainedView()
+BRANCH = trained("old", 7).next(view("old/7.8.b", 8))
 
 
 def test_a_header_crosses_the_wire_whole():
@@ -56,14 +56,14 @@ def test_a_header_crosses_the_wire_whole():
         ([header(NEW, 0, live=False), header(OLD, 500, live=False)], 1),
         ([header(NEW, 900, live=False), header(OLD, 500, live=False)], 0),
         ([header(FRESH, 0, live=False), header(OLD, 500, live=False)], 1),
-        # Of one origin the later era is right, whoever holds it, and in it the most steps.
-        ([header(era("old", 7), 600, live=True), header(OLD, 500, live=False)], 1),
+        # Of one origin the later trained view is right, whoever holds it, and in it the most steps.
+        ([header(trained("old", 7), 600, live=True), header(OLD, 500, live=False)], 1),
         ([header(OLD, 500, live=False), header(OLD, 501, live=True)], 1),
         ([header(OLD, 501, live=True), header(OLD, 501, live=True)], 0),
         # Of those who went apart, whoever comes from elsewhere starts over.
         ([header(OLD, 500, live=True), header(BRANCH, 900, live=True)], 0),
         ([header(BRANCH, 900, live=True), header(OLD, 500, live=True)], 1),
-        ([header(BRANCH, 900, live=True), header(era("old", 7), 400, live=True), header(OLD, 500, live=False)], 2),
+        ([header(BRANCH, 900, live=True), header(trained("old", 7), 400, live=True), header(OLD, 500, live=False)], 2),
     ],
 )
 def test_whose_state_all_go_on_from(headers, right):
@@ -75,7 +75,7 @@ def saving(host: Host) -> CheckpointWriter:
 
 
 def checkpoint_of_long_ago(strategy: str) -> dict[str, bytes]:
-    """Of c, which led a cluster of many views: its eras are later than any that a young cluster has."""
+    """Of c, which led a cluster of many views: its trained views are later than any that a young cluster has."""
     views = [(step, "cab" if step % 2 else "ca") for step in range(1, 9)]
     first = train(SWITCH, replace(CONVEX, strategy=strategy), first="cab", plan=views, checkpoints=saving)
     assert len(first.cluster.views) == 9

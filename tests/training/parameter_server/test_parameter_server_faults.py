@@ -167,8 +167,10 @@ def test_what_error_feedback_owes_is_right_after_stale_and_repeated_pushes(compr
         counted = [worker.gradients.packed[version - 1] for who, version in job.counted if who == name]
         meant, sent = (np.sum([pair[n].astype(np.float64) for pair in counted], axis=0) for n in (0, 1))
         state = worker.gradients.compressor.state()
-        owed = np.concatenate([state[f"own/residual/{tensor.name}"].reshape(-1) for tensor in worker.gradients.tensors])
-        np.testing.assert_allclose(meant, sent + owed, atol=1e-4)
+        residual = np.concatenate(
+            [state[f"own/residual/{tensor.name}"].reshape(-1) for tensor in worker.gradients.tensors]
+        )
+        np.testing.assert_allclose(meant, sent + residual, atol=1e-4)
 
 
 MOMENTS = st.floats(0.0, 0.7)

@@ -130,7 +130,7 @@ def test_error_feedback_owes_sums_over_samples_whatever_the_batches(spec: str):
         sizes, data = gradients.pack(flat, samples, step)
         delivered += gradients.unpack(Push(step + 1, step, samples, gradients.compressor.spec, sizes), data)
         gradients.compressor.commit(step)
-    owed = np.zeros(LAYOUT.length)
+    residual = np.zeros(LAYOUT.length)
     for tensor in LAYOUT.tensors:
-        owed[tensor.span] = gradients.compressor.state()[f"own/residual/{tensor.name}"].reshape(-1)
-    np.testing.assert_allclose(delivered + owed, put_in, atol=1e-3)
+        residual[tensor.span] = gradients.compressor.state()[f"own/residual/{tensor.name}"].reshape(-1)
+    np.testing.assert_allclose(delivered + residual, put_in, atol=1e-3)

@@ -7,7 +7,6 @@ ranks live in the same namespaces and take turns.
 from __future__ import annotations
 
 import statistics
-import subprocess
 import tempfile
 from contextlib import ExitStack
 from pathlib import Path
@@ -51,8 +50,7 @@ def measure(ranks: int, mbit: int, rounds: int, compression: str) -> Row:
 def _place(machines: Lan, mbit: int) -> Place:
     each = list(machines)
     for machine in each:
-        shape = ["tc", "qdisc", "replace", "dev", "eth0", "root", "tbf", "rate", f"{mbit}mbit", "burst", BURST]
-        subprocess.run([*machine.prefix, *shape, "latency", "1s"], check=True)
+        machine.slow(1000 * mbit, BURST)
 
     def launch(rank: int, command: Command) -> Command:
         settings = [f"HCSIM_ADDRESSES={each[rank].ip}", "HCSIM_INSECURE=1"]

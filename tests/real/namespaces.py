@@ -19,12 +19,16 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Condition, Thread
+from typing import NamedTuple
 
 import pytest
 
 REPOSITORY = Path(__file__).parents[2]
 PATIENCE_S = 240.0
 """Nothing here takes so long unless it hangs, however busy the machine."""
+SEGMENT_BYTES = 1448
+"""What a TCP segment carries in a packet of 1500 bytes, with timestamps."""
+_HEADERS = 66
 _COUNTER = itertools.count()
 
 
@@ -119,6 +123,23 @@ class Process:
         self._popen.stdout.close()
 
 
+class Port(NamedTuple):
+    """A port of a switch.
+
+    Machines hand over segments as they cross a wire: through a bucket of tokens as small as a port's, the system's
+    usual pieces of 64 KB do not pass, and a larger bucket lets short messages pass at any speed."""
+
+    kbit: int
+    queue_bytes: int
+    """What comes while so much waits is dropped."""
+    segments: int = 1
+    """How many segments are handed over at once: with one, a processor handles 80,000 a second for each Gbit/s."""
+
+    @property
+    def burst_bytes(self) -> int:
+        return 2 * self.segments * (SEGMENT_BYTES + _HEADERS)
+
+
 class Machine:
     """One of the machines."""
 
@@ -180,9 +201,21 @@ class Machine:
 
     def slow(self, kbit: int, burst: str = "3kb") -> None:
         """The cable carries so many kbit/s, each way."""
-        for namespace, device in ((self.namespace, "eth0"), (self._switch, self._port)):
-            run("ip", "netns", "exec", namespace, "tc", "qdisc", "replace", "dev", device, "root", "tbf", "rate",
-                f"{kbit}kbit", "burst", burst, "latency", "2s")  # fmt: skip
+        for end in self._cable:
+            _shape(end, kbit, ("burst", burst, "latency", "2s"))
+
+    def shape(self, port: Port) -> None:
+        """The machine's port, in both directions, becomes one of a switch."""
+        for namespace, device in self._cable:
+            ip("-n", namespace, "link", "set", device, "gso_max_size", str(port.segments * SEGMENT_BYTES + _HEADERS),
+               "gso_max_segs", str(port.segments))  # fmt: skip
+            limits = ("burst", str(port.burst_bytes), "limit", str(port.queue_bytes))
+            _shape((namespace, device), port.kbit, limits)
+
+    @property
+    def _cable(self) -> tuple[tuple[str, str], ...]:
+        """Both ends: a namespace, and the device there."""
+        return (self.namespace, "eth0"), (self._switch, self._port)
 
     def silence(self, port: int) -> None:
         """What this machine would send from or to that TCP port is lost."""
@@ -210,7 +243,7 @@ class Machine:
 
     def fast(self) -> None:
         """As fast as the machine allows."""
-        for namespace, device in ((self.namespace, "eth0"), (self._switch, self._port)):
+        for namespace, device in self._cable:
             run("ip", "netns", "exec", namespace, "tc", "qdisc", "del", "dev", device, "root")
 
     def end(self) -> None:
@@ -302,6 +335,13 @@ def obstacle() -> str:
     done = [subprocess.run(["ip", "-n", name, *each], capture_output=True, check=False).returncode for each in inside]
     subprocess.run(["ip", "netns", "delete", name], check=False)
     return "network namespaces: this kernel has no bridge or no veth" if any(done) else ""
+
+
+def _shape(end: tuple[str, str], kbit: int, limits: Sequence[str]) -> None:
+    """What is sent from a device passes a bucket of tokens."""
+    namespace, device = end
+    run("ip", "netns", "exec", namespace, "tc", "qdisc", "replace", "dev", device, "root", "tbf", "rate",
+        f"{kbit}kbit", *limits)  # fmt: skip
 
 
 def ip(*arguments: str) -> None:

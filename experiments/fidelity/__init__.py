@@ -1,0 +1,1 @@
+"""The same job in both worlds, and the error of the prediction."""

@@ -1,0 +1,108 @@
+"""The lab: the same job in both worlds, and the error of the prediction.
+
+    sudo python -m experiments.fidelity
+    sudo python -m experiments.fidelity --only 100mb,mixed
+    python -m experiments.fidelity --predict
+
+Machines are network namespaces, whose ports have the rate, the queue and the segments of a switch's. A third of the
+cells, chosen by a hash of their names, calibrates the model; the table shows the errors of the others. A run that was
+interrupted goes on where it was. `--predict` measures nothing: it predicts the cells of the last run again, in the
+present model, on any machine.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.progress import Progress
+
+from experiments import asked
+from experiments.fidelity.calibration import fitted, this_machine
+from experiments.fidelity.cells import Cell, collectives
+from experiments.fidelity.homes import MEDIA
+from experiments.fidelity.record import Record
+from experiments.fidelity.report import Class, Row, classes, row, save, table
+from experiments.fidelity.worlds import Timing, measure, predicted
+from hcsim.config import Machine, Scenario, load_scenario
+from hcsim.config.file import write_scenario
+from hcsim.files import write_whole
+from tests.real.namespaces import obstacle
+
+CELLS = "measured.csv"
+CALIBRATION = "calibration.json"
+MACHINE = "machine.toml"
+
+
+def main(
+    only: Annotated[str, typer.Option(help="Media whose cells are measured.")] = ",".join(MEDIA),
+    predict: Annotated[bool, typer.Option("--predict", help="Measure nothing; predict again.")] = False,
+    again: Annotated[bool, typer.Option("--again", help="Measure cells again that were measured.")] = False,
+    out: Annotated[Path, typer.Option(help="The folder for the results.")] = Path("results/fidelity"),
+    json_file: Annotated[str | None, typer.Option("--json", help="Write one row per cell to this file.")] = None,
+) -> None:
+    """Measure the same job in both worlds, and show the error of the prediction."""
+    media = asked.chosen(only, MEDIA)
+    asked.check_json(json_file)
+    if not predict and (why_not := obstacle()):
+        typer.echo(f"nothing was measured: {why_not}; --predict shows the last run", err=True)
+        raise typer.Exit(1)
+    # Namespaces and ranks are removed on the way out, also when somebody ends us.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    asked.make_folder(out)
+    record = Record(out / CELLS)
+    cells = [cell for cell in collectives() if cell.medium in media]
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        if not predict:
+            _measure([cell for cell in cells if again or cell.name not in record.timings], record, progress)
+            _keep_machine(out / MACHINE)
+        rows, found = _compare(record, _machine(out / MACHINE), out, progress)
+    rows_for_json = [msgspec.structs.asdict(each) for each in rows]
+    asked.hand_over(json_file, rows_for_json, lambda: Console(width=120).print(table(found, rows)))
+
+
+def _measure(cells: list[Cell], record: Record, progress: Progress) -> None:
+    task = progress.add_task("measuring", total=len(cells))
+
+    def done(cell: Cell, timing: Timing) -> None:
+        record.add(cell, timing)
+        progress.advance(task)
+
+    measure(cells, done)
+
+
+def _keep_machine(file: Path) -> None:
+    if not file.exists():
+        write_whole(file, write_scenario(Scenario("lab", machines=(this_machine(),))).encode())
+
+
+def _machine(file: Path) -> Machine:
+    if not file.exists():
+        raise typer.BadParameter(f"{file} is not there: nothing was measured yet", param_hint="--out")
+    return load_scenario(file).machines[0]
+
+
+def _compare(record: Record, machine: Machine, out: Path, progress: Progress) -> tuple[list[Row], list[Class]]:
+    cells = [cell for cell in collectives() if cell.name in record.timings]
+    task = progress.add_task("predicting", total=len(cells))
+    networks = {
+        medium: fitted([cell for cell in cells if cell.calibrates and cell.medium == medium], record.timings, machine)
+        for medium in dict.fromkeys(cell.medium for cell in cells)
+    }
+    rows = []
+    for cell in cells:
+        rows.append(row(cell, record.timings[cell.name], predicted(cell, networks[cell.medium], machine)))
+        progress.advance(task)
+    found = classes(rows)
+    write_whole(out / CALIBRATION, msgspec.json.format(msgspec.json.encode(networks), indent=1) + b"\n")
+    save(rows, found, out)
+    return rows, found
+
+
+if __name__ == "__main__":
+    asked.run(main)

@@ -1,0 +1,112 @@
+"""The cells of the lab: what is done, where, and which of them are for calibration.
+
+A third of the cells, chosen by a hash of their names, calibrates the networks; errors are reported of the others alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+
+import msgspec
+
+from experiments.fidelity.homes import MEDIA
+
+KB, MB = 1 << 10, 1 << 20
+ALGORITHMS = ("ring", "tree", "centralized", "halving_doubling", "recursive_doubling", "hierarchical", "auto")
+SIZES = (4 * KB, 64 * KB, 1 * MB, 16 * MB, 64 * MB)
+OTHERS = {"broadcast": ("tree", "ring"), "all_gather": ("ring", "direct"), "reduce_scatter": ("ring", "halving")}
+LONGEST_LAP_S = 2.2
+"""Of one repeat, by what its bytes take at least."""
+CELL_S = 1.2
+FEWEST, MOST = 2, 15
+_CALIBRATING = 3
+_HEADERS = 0.95
+
+
+class Cell(msgspec.Struct, frozen=True):
+    """A collective operation in a home."""
+
+    medium: str
+    hosts: int
+    operation: str
+    algorithm: str
+    size_bytes: int
+    together: int = 1
+    tls: bool = False
+
+    @property
+    def name(self) -> str:
+        many = f"x{self.together}" if self.together > 1 else ""
+        how = f"{self.algorithm}{'+tls' if self.tls else ''}"
+        return f"{self.medium}/{self.hosts}/{self.operation}{many}/{how}/{size_name(self.size_bytes)}"
+
+    @property
+    def calibrates(self) -> bool:
+        digest = hashlib.sha256(self.name.encode()).digest()
+        return not self.tls and int.from_bytes(digest[:4], "big") % _CALIBRATING == 0
+
+    @property
+    def least_s(self) -> float:
+        """What the busiest port takes for its bytes, roughly."""
+        peers = self.hosts - 1
+        odd = 1.0 if self.hosts & peers == 0 else 1.0 + 1 / peers
+        """Where ranks are no power of two, some hand their parts to others first."""
+        whole = {
+            "tree": 2 * min(2, peers), "centralized": 2 * peers, "recursive_doubling": odd * peers.bit_length(),
+            "hierarchical": 3.8, "halving_doubling": 2 * odd * peers / self.hosts,
+        }  # fmt: skip
+        parts = {"broadcast": 2, "all_gather": peers, "reduce_scatter": peers / self.hosts}
+        share = parts.get(self.operation, whole.get(self.algorithm, 2 * peers / self.hosts))
+        slowest_bps = min(MEDIA[self.medium].rates_bps(self.hosts)) * _HEADERS
+        return self.together * share * 8 * self.size_bytes / slowest_bps
+
+    @property
+    def repeats(self) -> int:
+        return max(FEWEST, min(MOST, round(CELL_S / (self.least_s + 2e-3))))
+
+    @property
+    def kind(self) -> str:
+        """The class of cells that the cell is counted in."""
+        if self.tls:
+            return "TLS"
+        if self.size_bytes < MB:
+            return "4 to 64 KB"
+        if self.together > 1:
+            return "two at once, from 1 MB"
+        if self.medium == "mixed":
+            return "asymmetric, from 1 MB"
+        if self.size_bytes >= 16 * MB and self.algorithm in ("ring", "halving_doubling"):
+            return "rings and halving, from 16 MB"
+        return "1 MB" if self.size_bytes < 16 * MB else "others from 16 MB"
+
+
+def size_name(size_bytes: int) -> str:
+    return f"{size_bytes // MB}MB" if size_bytes >= MB else f"{size_bytes // KB}KB"
+
+
+def collectives() -> list[Cell]:
+    """All that last no longer than they may, by home and algorithm."""
+    cells = dict.fromkeys(_collectives())
+    return [cell for cell in cells if cell.least_s <= LONGEST_LAP_S]
+
+
+def _collectives() -> Iterator[Cell]:
+    for medium in MEDIA:
+        for hosts in (2, 3, 4):
+            for algorithm in _algorithms(hosts):
+                for size_bytes in SIZES if hosts != 3 else SIZES[1:4]:
+                    yield Cell(medium, hosts, "all_reduce", algorithm, size_bytes)
+        for algorithm in ("ring", "halving_doubling", "tree"):
+            for size_bytes in (1 * MB, 16 * MB):
+                yield Cell(medium, 4, "all_reduce", algorithm, size_bytes, together=2)
+        for operation, algorithms in OTHERS.items():
+            for algorithm in algorithms:
+                for size_bytes in (64 * KB, 4 * MB):
+                    yield Cell(medium, 4, operation, algorithm, size_bytes)
+
+
+def _algorithms(hosts: int) -> Iterator[str]:
+    for algorithm in ALGORITHMS:
+        if algorithm != "hierarchical" or hosts == 4:
+            yield algorithm

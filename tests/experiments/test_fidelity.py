@@ -1,0 +1,83 @@
+"""The lab: its cells, what it keeps, and a cell in both worlds, which fails when the model drifts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from experiments.fidelity.calibration import fitted
+from experiments.fidelity.cells import KB, MB, Cell, collectives
+from experiments.fidelity.homes import MEDIA, Network
+from experiments.fidelity.record import Record
+from experiments.fidelity.report import classes, row
+from experiments.fidelity.worlds import Timing, measure, predicted
+from hcsim.config import CATALOGUE
+from hcsim.errors import ConfigError
+from tests.real.namespaces import obstacle
+
+DRIFT = 0.1
+IDEAL = CATALOGUE.named("ideal")
+CELL = Cell("100mb", 2, "all_reduce", "ring", 4 * MB)
+
+
+def timing(median_s: float, sha256: str = "") -> Timing:
+    return Timing(median_s, 0.9 * median_s, 1.1 * median_s, 5, "ring", sha256)
+
+
+def test_a_third_of_the_cells_of_each_medium_calibrates() -> None:
+    for medium in MEDIA:
+        cells = [cell for cell in collectives() if cell.medium == medium]
+        assert 0.2 < sum(cell.calibrates for cell in cells) / len(cells) < 0.45
+        assert len({cell.name for cell in cells}) == len(cells)
+
+
+def test_what_was_measured_is_there_after_an_interruption(tmp_path: Path) -> None:
+    file = tmp_path / "measured.csv"
+    Record(file).add(CELL, timing(0.25))
+    Record(file).add(Cell("1gb", 4, "broadcast", "tree", 64 * KB), timing(0.5))
+    found = Record(file).timings
+    assert list(found) == ["100mb/2/all_reduce/ring/4MB", "1gb/4/broadcast/tree/64KB"]
+    assert found[CELL.name] == timing(0.25)
+
+
+def test_a_damaged_record_names_its_file(tmp_path: Path) -> None:
+    file = tmp_path / "measured.csv"
+    file.write_text("cell,median_s\na,b\n")
+    with pytest.raises(ConfigError, match=r"measured\.csv.*remove it"):
+        Record(file)
+
+
+def test_calibration_finds_the_network_that_the_cells_were_measured_in() -> None:
+    truth = Network(latency_s=300e-6, rate_factor=0.9)
+    cells = [Cell("100mb", 2, "all_reduce", "ring", size) for size in (4 * KB, 64 * KB, 1 * MB)]
+    measured = {cell.name: predicted(cell, truth, IDEAL) for cell in cells}
+    found = fitted(cells, measured, IDEAL)
+    assert found.latency_s == pytest.approx(truth.latency_s, rel=0.05)
+    assert found.rate_factor == pytest.approx(truth.rate_factor, rel=0.01)
+
+
+def test_errors_are_those_of_cells_that_did_not_calibrate() -> None:
+    cells = [cell for cell in collectives() if cell.kind == "1 MB"]
+    rows = [row(cell, timing(1.0), timing(2.0 if cell.calibrates else 1.1)) for cell in cells]
+    (found,) = classes(rows)
+    assert found.cells == sum(not cell.calibrates for cell in cells) < len(cells)
+    assert found.median_error == pytest.approx(0.1)
+    assert found.spread == pytest.approx(0.1)
+
+
+@pytest.mark.slow
+def test_a_ring_over_shaped_ports_takes_as_long_as_predicted() -> None:
+    """Its ports bound it, so that a busy machine lengthens it little."""
+    if why_not := obstacle():
+        pytest.skip(why_not)
+    expected = predicted(CELL, Network(), IDEAL)
+    errors = []
+    for _ in range(3):
+        found: list[Timing] = []
+        measure([CELL], lambda _, timing, found=found: found.append(timing))
+        assert found[0].sha256 == expected.sha256
+        errors.append(abs(expected.median_s / found[0].median_s - 1))
+        if errors[-1] < DRIFT:
+            return
+    pytest.fail(f"the prediction is off by {', '.join(f'{error:.0%}' for error in errors)}")

@@ -25,11 +25,32 @@ from hcsim.config.table import Table, explain
 from hcsim.config.training import Training
 from hcsim.errors import ConfigError
 from hcsim.registry import Registry, function_in, load_plugin
-from hcsim.units import Quantity, decode_quantity, did_you_mean
+from hcsim.units import (
+    MEMORY_RATE,
+    RATE,
+    SIZE,
+    SPEED,
+    TIME,
+    Quantity,
+    decode_quantity,
+    did_you_mean,
+    quantity_text,
+)
 
 _SCENARIOS = Path(__file__).parent.parent / "scenarios"
 _OF_THE_ROOT = ("name", "description", "plugins", "processes", "seed", "routes")
-_UNITS = {"_s": " s", "_bps": " b/s", "_Bps": " B/s", "_bytes": " B", "_flops": " FLOPS"}
+_DIMENSIONS = {"s": TIME, "bps": RATE, "Bps": MEMORY_RATE, "bytes": SIZE, "flops": SPEED}
+_WIDTH = 120
+_COMMENTS = {
+    "machine": (
+        "A machine. basis says where its figures are from; spread is half of the distance between the 10th and",
+        "the 90th percentile, relative to the figure.",
+    ),
+    "machine.kernel": ("The time of one kernel: [FLOPs or, for kinds without arithmetic, bytes moved; seconds].",),
+    "machine.codec": ("The time to encode and to decode a tensor: [bytes before compression, seconds].",),
+    "machine.messages": ("What a message costs the processor, and how many bytes of them one core passes on.",),
+}
+"""What a table is, before the first one of its kind."""
 
 
 def shipped_scenarios() -> dict[str, Path]:
@@ -143,16 +164,42 @@ def _spell_out(raw: dict[str, Any]) -> None:
 def write_scenario(scenario: Scenario) -> str:
     """Return a self-contained file whose run is the same. It contains the scenario's training, and not its job."""
     head = [line for line in _given(scenario) if line.partition(" ")[0] in _OF_THE_ROOT]
-    tables: list[tuple[str, Table]] = [("[[medium]]", medium) for medium in scenario.media]
-    tables += [("[[wan]]", line) for line in scenario.wan]
     nodes = [replace(n, machine=n.machine.name) if n.machine in scenario.machines else n for n in scenario.nodes]
-    tables += [("[[machine]]", machine) for machine in scenario.machines] + [("[[node]]", node) for node in nodes]
-    once: list[tuple[str, Table | None]] = [("[tcp]", scenario.tcp), ("[cluster]", scenario.cluster)]
-    once += [("[training]", scenario.training)]
-    tables += [(header, table) for header, table in once if table is not None and table != Tcp()]
+    tables: list[tuple[str, Table]] = [("medium", medium) for medium in scenario.media]
+    tables += [("wan", line) for line in scenario.wan]
+    tables += [("machine", machine) for machine in scenario.machines] + [("node", node) for node in nodes]
+    once: list[tuple[str, Table | None]] = [("tcp", scenario.tcp), ("cluster", scenario.cluster)]
+    once += [("training", scenario.training)]
+    commented: set[str] = set()
     parts = ["\n".join([*head, ""])]
-    parts += ["\n".join([header, *_tag(table), *_given(table), ""]) for header, table in tables]
+    parts += [_section(path, table, commented, repeated=True) for path, table in tables]
+    parts += [
+        _section(path, table, commented, repeated=False)
+        for path, table in once
+        if table is not None and table != Tcp()
+    ]
     return "\n".join([*parts, write_faults(scenario.faults)])
+
+
+def write_table(path: str, table: Table) -> str:
+    """Return one table of a list of them, such as "machine", to put into a scenario's file."""
+    return _section(path, table, set(), repeated=True)
+
+
+def _section(path: str, table: Table, commented: set[str], *, repeated: bool) -> str:
+    """Return a table, followed by the tables in it that have a section of their own."""
+    own, below = _tag(table), []
+    comment = [] if path in commented else [f"# {line}" for line in _COMMENTS.get(path, ())]
+    commented.add(path)
+    for key, name, value in _changed(table):
+        if isinstance(value, tuple) and value and key != name and all(isinstance(each, Table) for each in value):
+            below += [_section(f"{path}.{key}", each, commented, repeated=True) for each in value]
+        elif isinstance(value, Table) and any(isinstance(each, Table) for *_, each in _changed(value)):
+            below.append(_section(f"{path}.{key}", value, commented, repeated=False))
+        else:
+            own.append(f"{key} = {_value(name, value)}")
+    header = f"[[{path}]]" if repeated else f"[{path}]"
+    return "\n".join([*comment, header, *own, "", *below])
 
 
 def write_faults(faults: Iterable[AnyFault]) -> str:
@@ -183,8 +230,13 @@ def _tag(table: Table) -> list[str]:
 
 def _given(table: Table) -> list[str]:
     """Return the lines of the values that differ from the defaults."""
+    return [f"{key} = {_value(name, value)}" for key, name, value in _changed(table)]
+
+
+def _changed(table: Table) -> list[tuple[str, str, Any]]:
+    """Return the key, the attribute and the value of each that differs from its default."""
     values = ((field, getattr(table, field.name)) for field in msgspec.structs.fields(table))
-    return [f"{field.encode_name} = {_value(field.name, value)}" for field, value in values if value != field.default]
+    return [(field.encode_name, field.name, value) for field, value in values if value != field.default]
 
 
 def _value(name: str, value: object) -> str:
@@ -192,9 +244,28 @@ def _value(name: str, value: object) -> str:
         return f"{{ {', '.join([*_tag(value), *_given(value)])} }}"
     if isinstance(value, tuple) and any(isinstance(each, Table) for each in value):
         return f"[{', '.join(_value('', each) for each in value)}]"
+    if isinstance(value, tuple) and value and all(isinstance(each, tuple) for each in value):
+        return _rows([f"[{', '.join(map(_number, each))}]" for each in value])
     suffix = re.search(r"_(bps|Bps|s|bytes|flops)$", name)
-    unit = _UNITS[suffix[0]] if suffix else f" {value.dimension.base}" if isinstance(value, Quantity) else ""
-    if unit:
-        number = value if isinstance(value, int) else repr(float(str(value)))
-        return json.dumps(f"{number}{unit}")
+    dimension = value.dimension if isinstance(value, Quantity) else _DIMENSIONS[suffix[1]] if suffix else None
+    if dimension is not None and isinstance(value, int | float):
+        return json.dumps(quantity_text(value, dimension), ensure_ascii=False)
     return json.dumps(value, ensure_ascii=False)  # for texts, lists, numbers and truth values TOML is like JSON
+
+
+def _number(value: object) -> str:
+    if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
+        return str(int(value))
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _rows(items: list[str]) -> str:
+    """Return a list, several items a line where it is too long for one."""
+    if len(whole := f"[{', '.join(items)}]") <= _WIDTH // 2:
+        return whole
+    lines = [""]
+    for item in items:
+        if len(lines[-1]) + len(item) + 2 > _WIDTH - 4:
+            lines.append("")
+        lines[-1] += f"{item}, "
+    return "\n".join(["[", *(f"  {line.rstrip()}" for line in lines), "]"])

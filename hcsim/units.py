@@ -93,13 +93,15 @@ def parse_quantity(text: str, dimension: Dimension) -> Decimal:
 
 def quantity_text(value: float, dimension: Dimension) -> str:
     """Return a text that is read back as this value, in the unit that takes the fewest digits."""
+    if not value:
+        return f"0 {dimension.base}"
     exact = Decimal(repr(value) if isinstance(value, float) else value)
     texts = []
     for unit, scale in dimension.units.items():
         number = exact / scale
         text = format(number.normalize(), "f")
         if float(Decimal(text) * scale) == float(exact):  # a quotient of two decimals may have no end
-            texts.append((number != 0 and not 1 <= abs(number) < 1000, len(text), f"{text} {unit}"))
+            texts.append((not 1 <= abs(number) < 1000, len(text), f"{text} {unit}"))
     return min(texts, key=lambda each: each[:2])[2]
 
 

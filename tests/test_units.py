@@ -23,6 +23,7 @@ from hcsim.units import (
     SignedSeconds,
     decode_quantity,
     parse_quantity,
+    quantity_text,
 )
 
 
@@ -122,3 +123,30 @@ def test_any_text_is_a_rate_or_a_value_error(text: str) -> None:
         return
     assert any(text.rstrip().endswith(unit) for unit in RATE.units)
     assert math.isfinite(rate_bps)
+
+
+@given(st.sampled_from([Seconds, BitRate, ByteRate, FlopRate]), st.floats(1.0, 1e9) | st.integers(1, 10**9).map(float))
+def test_a_quantity_is_read_back_as_it_was_written(kind: type, value: float) -> None:
+    assert decode_quantity(kind, quantity_text(value, kind.dimension)) == value
+
+
+@given(st.integers(0, 2**50))
+def test_a_size_is_read_back_as_it_was_written(value: int) -> None:
+    assert decode_quantity(Bytes, quantity_text(value, SIZE)) == value
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "text"),
+    [
+        (Seconds, 0.00015, "150 us"),
+        (Seconds, 60.0, "1 min"),
+        (Seconds, 0.0, "0 s"),
+        (BitRate, 2.5e9, "2.5 Gb/s"),
+        (ByteRate, 1.013e11, "101.3 GB/s"),
+        (Bytes, 4 * 2**20, "4 MiB"),
+        (Bytes, 24 * 2**30, "24 GiB"),
+        (FlopRate, 3.2e12, "3.2 TFLOPS"),
+    ],
+)
+def test_a_quantity_is_written_as_a_person_would(kind: type, value: float, text: str) -> None:
+    assert quantity_text(value, kind.dimension) == text

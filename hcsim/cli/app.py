@@ -143,6 +143,24 @@ def doctor(
 
 
 @app.command()
+def probe(
+    out: Annotated[
+        Path, typer.Option("--out", "-o", help="The twin: a scenario to begin, or to which this machine is added.")
+    ] = Path("twin.toml"),
+    device: Annotated[str, typer.Option(help="auto, mps, cuda or cpu.")] = "auto",
+    minutes: Annotated[
+        float, typer.Option(min=0, help="Keep the machine busy for so long, for the speed that it sustains.")
+    ] = 0.0,
+    json: Annotated[bool, typer.Option("--json", help="Print what was measured as JSON.")] = False,
+) -> None:
+    """Measure this machine, and write what was found into a scenario: its twin."""
+    with errors_told():
+        from hcsim.cli import probe as work
+
+        work.probe(out, device, minutes, as_json=json)
+
+
+@app.command()
 def selftest(
     checks: Annotated[
         list[str] | None,

@@ -130,6 +130,10 @@ class ProgressLine:
             f"{duration(point.spent_s.get('whole', 0.0))} a step ({spent}), {size(point.sent_bytes)} sent"
         )
 
+    def phase(self, what: str) -> None:
+        """Show what is being done."""
+        self._show(what)
+
     def news(self, line: str) -> None:
         """Show an event that stays on the screen."""
         self._log(line)

@@ -27,7 +27,7 @@ from hcsim.config.faults import (
 )
 from hcsim.config.home import AnyMedium, Thunderbolt, Wan, Wifi
 from hcsim.config.machine import CATALOGUE, Machine
-from hcsim.config.scenario import Attachment, Node, Scenario
+from hcsim.config.scenario import TWIN_VERSION, Attachment, Node, Scenario
 from hcsim.errors import ConfigError
 from hcsim.units import did_you_mean
 
@@ -37,6 +37,10 @@ _Placed: TypeAlias = tuple[str, Node]
 
 def complete(scenario: Scenario) -> Scenario:
     """Return the scenario with each node's copies, home and cables, after checking that its tables fit together."""
+    if (scenario.twin or 0) > TWIN_VERSION:
+        raise ConfigError(
+            f"twin = {scenario.twin}: a newer hcsim wrote this file; this one reads twins up to version {TWIN_VERSION}"
+        )
     media = {medium.name: medium for medium in scenario.media}
     _refuse_twice((f"medium[{i}].name", medium.name) for i, medium in enumerate(scenario.media))
     machines = {machine.name: machine for machine in scenario.machines}

@@ -38,7 +38,7 @@ from hcsim.units import (
 )
 
 _SCENARIOS = Path(__file__).parent.parent / "scenarios"
-_OF_THE_ROOT = ("name", "description", "plugins", "processes", "seed", "routes")
+_OF_THE_ROOT = ("name", "description", "twin", "plugins", "processes", "seed", "routes")
 _DIMENSIONS = {"s": TIME, "bps": RATE, "Bps": MEMORY_RATE, "bytes": SIZE, "flops": SPEED}
 _WIDTH = 120
 _COMMENTS = {
@@ -174,9 +174,7 @@ def write_scenario(scenario: Scenario) -> str:
     parts = ["\n".join([*head, ""])]
     parts += [_section(path, table, commented, repeated=True) for path, table in tables]
     parts += [
-        _section(path, table, commented, repeated=False)
-        for path, table in once
-        if table is not None and table != Tcp()
+        _section(path, table, commented, repeated=False) for path, table in once if table is not None and table != Tcp()
     ]
     return "\n".join([*parts, write_faults(scenario.faults)])
 

@@ -6,6 +6,7 @@ from typing import Annotated, Literal, TypeAlias
 
 from msgspec import Meta, field
 
+from hcsim.config.machine import Basis
 from hcsim.config.table import Mtu, Name, Table
 from hcsim.errors import UsageError
 from hcsim.registry import Registry
@@ -25,6 +26,8 @@ class Ethernet(Table, frozen=True, tag_field="kind", tag="ethernet"):
     loss: Share = Share(0)
     """Probability per packet."""
     mtu: Mtu = 1500
+    basis: Basis | None = None
+    """Where its figures come from, if the file says so."""
 
 
 _SHORTEST_GATE_EVERY_S = 1e-3
@@ -53,6 +56,7 @@ class Wifi(Table, frozen=True, tag_field="kind", tag="wifi"):
     gate_min_s: Seconds = Seconds(0.1)
     gate_max_s: Seconds = Seconds(0.25)
     mtu: Mtu = 1500
+    basis: Basis | None = None
 
     def __post_init__(self) -> None:
         if self.gate_min_s > self.gate_max_s:
@@ -84,6 +88,7 @@ class Cable(Table, frozen=True):
     forward_bps: BitRate
     backward_bps: BitRate
     latency_s: Seconds = Seconds(0.2e-3)
+    basis: Basis | None = None
 
 
 class Thunderbolt(Table, frozen=True, tag_field="kind", tag="thunderbolt"):

@@ -22,6 +22,9 @@ KernelKind: TypeAlias = Literal[
     "matmul", "convolution", "attention", "elementwise", "reduction", "gather", "optimizer", "copy"
 ]
 
+BY_FLOPS: tuple[KernelKind, ...] = ("matmul", "convolution", "attention")
+"""Kinds whose size is a number of FLOPs; that of the others is the bytes that they move."""
+
 
 class Basis(Table, frozen=True):
     """Where a figure comes from, and how far it can be trusted."""

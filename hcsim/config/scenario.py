@@ -19,6 +19,8 @@ from hcsim.config.table import Count, Name, Table
 from hcsim.config.training import Training
 from hcsim.units import BitRate, Bytes, Flops, PositiveBytes, PositiveSeconds, Seconds, Share
 
+TWIN_VERSION = 1
+
 
 class Attachment(Table, frozen=True):
     """One of a node's interfaces. None: as the medium says. On Wi-Fi the rate is the station's PHY rate."""
@@ -119,6 +121,8 @@ class Scenario(Table, frozen=True):
     """Modules, or files in the same folder, that are imported before the rest is read: see `hcsim.plugins`."""
     processes: tuple[str, ...] = ()
     """SimPy processes that run beside the hosts: "module:function" or "file.py:function", called with the world."""
+    twin: Annotated[int, Meta(ge=1)] | None = None
+    """The version of the format in which `hcsim probe` wrote the file; None: it was not written by it."""
     seed: int = 1
     effects: Literal["all", "ideal"] = "all"
     """With "ideal" only latency and bandwidth are left: see `idealised`."""

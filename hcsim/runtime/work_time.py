@@ -13,7 +13,7 @@ for each kernel launch.
 from __future__ import annotations
 
 from hcsim.config import Machine
-from hcsim.config.machine import interpolated_s
+from hcsim.config.machine import BY_FLOPS, interpolated_s
 from hcsim.errors import UsageError
 from hcsim.runtime.host import KernelGroup, Work
 
@@ -30,12 +30,10 @@ def seconds(machine: Machine, work: Work, throttle: float = 1.0) -> float:
     return max(compute_s, memory_s) / (throttle * steady) + work.kernels * machine.overhead_s
 
 
-_BY_FLOPS = ("matmul", "convolution", "attention")
-
 
 def _kernel_s(machine: Machine, group: KernelGroup) -> float:
     """Return the measured time of one kernel of the group; where its kind was not measured, that of the roofline."""
-    size = group.flops if group.kind in _BY_FLOPS else group.moved_bytes
+    size = group.flops if group.kind in BY_FLOPS else group.moved_bytes
     same_kind = [curve for curve in machine.kernels if curve.kind == group.kind]
     if not same_kind:
         compute_s = group.flops / (machine.efficiency_compute * machine.peak_flops)

@@ -17,7 +17,7 @@ from hcsim.cli.errors import BAD_INPUT
 ROOT = Path(__file__).parents[2]
 MOST_OPTIONS = 14
 COMMANDS = (
-    "run", "bench", "rank", "list", "sweep", "doctor", "selftest", "dashboard", "topology", "fuzz", "evaluate",
+    "run", "bench", "rank", "list", "sweep", "doctor", "probe", "selftest", "dashboard", "topology", "fuzz", "evaluate",
     "coordinator",
     "cluster",
 )  # fmt: skip

@@ -30,7 +30,6 @@ def seconds(machine: Machine, work: Work, throttle: float = 1.0) -> float:
     return max(compute_s, memory_s) / (throttle * steady) + work.kernels * machine.overhead_s
 
 
-
 def _kernel_s(machine: Machine, group: KernelGroup) -> float:
     """Return the measured time of one kernel of the group; where its kind was not measured, that of the roofline."""
     size = group.flops if group.kind in BY_FLOPS else group.moved_bytes

@@ -1,6 +1,7 @@
 """The time that compressors take on this machine, against the size of the tensor.
 
-Each is measured in its usual setting, on normally distributed float32 numbers in a square matrix. A plugin's compressor that needs an argument is left out: nobody knows which.
+Each is measured in its usual setting, on normally distributed float32 numbers in a square matrix. A plugin's compressor
+that needs an argument is left out: nobody knows which.
 """
 
 from __future__ import annotations

@@ -45,6 +45,12 @@ def complete(scenario: Scenario) -> Scenario:
     _refuse_twice((f"medium[{i}].name", medium.name) for i, medium in enumerate(scenario.media))
     machines = {machine.name: machine for machine in scenario.machines}
     _refuse_twice((f"machine[{i}].name", machine.name) for i, machine in enumerate(scenario.machines))
+    _refuse_twice((f"processor[{i}].name", processor.name) for i, processor in enumerate(scenario.processors))
+    for i, node in enumerate(scenario.nodes):
+        if node.processor:
+            check_known(
+                f"node[{i}].processor", node.processor, [each.name for each in scenario.processors], "processor"
+            )
     at_home = [_settled(f"node[{i}]", node, media, machines) for i, node in enumerate(scenario.nodes)]
     copies = [(f"node[{i}]", copy) for i, node in enumerate(at_home) for copy in _copies(node)]
     _refuse_twice((f"{path}.name", node.name) for path, node in copies)

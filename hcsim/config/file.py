@@ -167,7 +167,9 @@ def write_scenario(scenario: Scenario) -> str:
     nodes = [replace(n, machine=n.machine.name) if n.machine in scenario.machines else n for n in scenario.nodes]
     tables: list[tuple[str, Table]] = [("medium", medium) for medium in scenario.media]
     tables += [("wan", line) for line in scenario.wan]
-    tables += [("machine", machine) for machine in scenario.machines] + [("node", node) for node in nodes]
+    tables += [("machine", machine) for machine in scenario.machines]
+    tables += [("processor", processor) for processor in scenario.processors]
+    tables += [("node", node) for node in nodes]
     once: list[tuple[str, Table | None]] = [("tcp", scenario.tcp), ("cluster", scenario.cluster)]
     once += [("training", scenario.training)]
     commented: set[str] = set()

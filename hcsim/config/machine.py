@@ -96,6 +96,8 @@ class MessageCosts(Table, frozen=True):
     send_s: Seconds = Seconds(0)
     """For each message, whatever its size."""
     receive_s: Seconds = Seconds(0)
+    operation_s: Seconds = Seconds(0)
+    """For each collective operation that the machine takes part in, beside its messages."""
     send_rate_Bps: ByteRate = ByteRate(math.inf)
     """How many bytes one core passes on to the network in a second."""
     receive_rate_Bps: ByteRate = ByteRate(math.inf)

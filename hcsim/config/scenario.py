@@ -43,6 +43,17 @@ class Node(Table, frozen=True):
     cap_bps: BitRate | None = None
     """Limit of one connection in each direction, from and to this machine, where a processor core is slower than
     the network; several connections together may carry more. None: no limit."""
+    processor: str = ""
+    """The `Processor` that the machine shares with others; empty: one of its own."""
+
+
+class Processor(Table, frozen=True):
+    """Cores that several nodes share, as virtual machines of one computer do.
+
+    A node that shares none has one core for its messages, and for its kernels if its machine says so."""
+
+    name: Name
+    cores: Count = 1
 
 
 LARGEST_WINDOW_BYTES = 1 << 30
@@ -67,6 +78,8 @@ class Tcp(Table, frozen=True):
     header_bytes: Bytes = Bytes(52)
     framing_bytes: Bytes = Bytes(38)
     send_buffer_bytes: PositiveBytes = PositiveBytes(4 << 20)
+    tls: bool = True
+    """Whether connections are encrypted. That only costs time, and only where a machine's `messages` say how much."""
 
     @property
     def is_unbounded(self) -> bool:
@@ -119,6 +132,8 @@ class Scenario(Table, frozen=True):
     """Machines that nodes name, before those of the catalogue."""
     plugins: tuple[str, ...] = ()
     """Modules, or files in the same folder, that are imported before the rest is read: see `hcsim.plugins`."""
+    processors: tuple[Processor, ...] = field(name="processor", default=())
+    """Those that several nodes share."""
     processes: tuple[str, ...] = ()
     """SimPy processes that run beside the hosts: "module:function" or "file.py:function", called with the world."""
     twin: Annotated[int, Meta(ge=1)] | None = None

@@ -6,6 +6,9 @@ The frame stays in the inbox while its host is frozen or while it waits for its 
 
 A frame larger than the buffers arrives in pieces (see `segmented_frame.py`). It enters the inbox with its first piece;
 the rest is read as it arrives once the frame has its place.
+
+Where a host has a processor (see `processor.py`), frames and pieces pass through it before they enter the network, and
+before they enter the inbox.
 """
 
 from __future__ import annotations
@@ -15,13 +18,15 @@ import sys
 from collections import deque
 from collections.abc import Callable
 from contextvars import copy_context
+from functools import partial
 from typing import Protocol, TypeAlias
 
 from hcsim.errors import ChannelBroken, ChannelClosed, RemoteProtocolError, UsageError
 from hcsim.runtime.channel import EMPTY, Fold, Landed, Payload, Phantom, Place
 from hcsim.runtime.frame import HEADER_BYTES, Header, decode_header
 from hcsim.virtual.environment import NS
-from hcsim.virtual.segmented_frame import Owner, SegmentedFrame, SegmentedSend
+from hcsim.virtual.processor import SMALLEST_PIECE_BYTES, MessageProcessor
+from hcsim.virtual.segmented_frame import HandledSend, Owner, SegmentedFrame, SegmentedSend
 from hcsim.virtual.stream import RTO_S, StreamMessage, VirtualStream, frame_event
 
 MAX_FRAME_BYTES = 64 * 2**20
@@ -48,6 +53,10 @@ class ChannelHost(Owner, Protocol):
 
     def present(self, name: str) -> ChannelHost:
         """The host of that name, in the life that it has now."""
+
+    @property
+    def processor(self) -> MessageProcessor | None:
+        """What handles its messages; None where they cost nothing."""
 
     def hears(self, what: str) -> bool:
         """Whether there is somebody to take such a packet."""
@@ -92,7 +101,7 @@ class VirtualChannel:
 
     __slots__ = (
         "_coming", "_deliver", "_departure", "_end", "_ends", "_far", "_host", "_in", "_inbox", "_largest_whole_bytes",
-        "_loop", "_max_frame_bytes", "_out", "_peer", "_pump", "_reader", "_send_buffer_bytes", "_trace",
+        "_loop", "_max_frame_bytes", "_out", "_peer", "_processor", "_pump", "_reader", "_send_buffer_bytes", "_trace",
         "_unheard_since_ns", "_writers", "called",
     )  # fmt: skip
     carrier = "the simulated network"
@@ -107,7 +116,8 @@ class VirtualChannel:
         self._loop = host.loop
         self._trace = host.net.trace
         self._send_buffer_bytes = host.net.tcp.send_buffer_bytes
-        self._largest_whole_bytes = host.net.tcp.largest_whole_bytes
+        self._processor = host.processor
+        self._largest_whole_bytes = 0
         self._peer = peer
         self._ends = ends
         self._out = outgoing
@@ -136,7 +146,8 @@ class VirtualChannel:
         """Connect two ends with each other."""
         near._far, far._far = far, near
         near._in, far._in = far._out, near._out
-        near._deliver, far._deliver = far._arrived, near._arrived
+        near.divert(None)
+        far.divert(None)
 
     @property
     def host(self) -> ChannelHost:
@@ -182,6 +193,8 @@ class VirtualChannel:
         self._trace.record(frame_event(self._loop.env.now_ns, "send", out.name, header))
         if (size_bytes := HEADER_BYTES + header.length) > self._largest_whole_bytes:
             await self._send_in_pieces(SegmentedFrame(header, kept))
+        elif self._processor is not None:
+            await self._send_handled(StreamMessage(size_bytes, self._deliver, header, kept))
         else:
             out.push(StreamMessage(size_bytes, self._deliver, header, kept))
 
@@ -262,10 +275,12 @@ class VirtualChannel:
 
     def divert(self, through: Detour | None) -> None:
         """Pass outgoing frames through a function that may change them; None restores direct delivery."""
-        straight = self._far._arrived
+        far = self._far
+        straight = far._arrived if far._processor is None else far._handle
         if through is None:
             self._deliver = straight
-            self._largest_whole_bytes = self._host.net.tcp.largest_whole_bytes
+            handled = self._processor is not None or far._processor is not None
+            self._largest_whole_bytes = SMALLEST_PIECE_BYTES if handled else self._host.net.tcp.largest_whole_bytes
         else:
             self._deliver = lambda header, payload: through(self, straight, (header, payload))
             self._largest_whole_bytes = sys.maxsize  # what is to be changed is changed whole
@@ -327,6 +342,20 @@ class VirtualChannel:
         """Accept a piece of a frame that is not its last one. `filled`: it was counted in the window when it left."""
         if filled:
             self._in.outstanding -= size_bytes
+        if self._processor is None:
+            self._came(large, size_bytes)
+        else:
+            self._processor.receive(None, size_bytes, partial(self._came, large, size_bytes))
+
+    def came_whole(self, large: SegmentedFrame, size_bytes: int, header: Header, payload: Payload) -> None:
+        """Accept the last piece of a frame."""
+        came = partial(self._came_whole, large, size_bytes, header, payload)
+        if self._processor is None:
+            came()
+        else:
+            self._processor.receive(header, size_bytes, came)
+
+    def _came(self, large: SegmentedFrame, size_bytes: int) -> None:
         if self._end is not None:
             self._in.consumed(size_bytes)
             return
@@ -337,8 +366,7 @@ class VirtualChannel:
             self._coming = large
             self._arrived(large.header, large.payload, large)
 
-    def came_whole(self, large: SegmentedFrame, size_bytes: int, header: Header, payload: Payload) -> None:
-        """Accept the last piece of a frame."""
+    def _came_whole(self, large: SegmentedFrame, size_bytes: int, header: Header, payload: Payload) -> None:
         if self._end is not None:
             self._in.consumed(size_bytes)
             return
@@ -360,6 +388,11 @@ class VirtualChannel:
             self._loop.call_soon(lambda: self._in.consumed(large.take()), context=large.context)
         else:
             self._in.consumed(large.take())
+
+    def _handle(self, header: Header, payload: Payload) -> None:
+        """Have the processor handle a frame that has arrived."""
+        assert self._processor is not None
+        self._processor.receive(header, HEADER_BYTES + header.length, partial(self._arrived, header, payload))
 
     def _arrived(self, header: Header, payload: Payload, large: SegmentedFrame | None = None) -> None:
         if self._end is not None:  # nobody will read it, so that it takes no room
@@ -461,7 +494,13 @@ class VirtualChannel:
         self._inbox.clear()
         self._ended(error)
         if not self._out.dead:
-            self._out.push(StreamMessage(HEADER_BYTES, self._far._peer_closed))
+            self._out.push(StreamMessage(HEADER_BYTES, self._far._end_came))
+
+    def _end_came(self) -> None:
+        if self._processor is None:
+            self._peer_closed()
+        else:
+            self._processor.receive(None, 0, self._peer_closed)  # behind what came before
 
     def _peer_closed(self) -> None:
         self._trace.record((self._loop.env.now_ns, "deliver", self._in.name, "fin"))
@@ -492,8 +531,33 @@ class VirtualChannel:
         """Return a fresh copy: raising one exception object twice would chain unrelated tracebacks."""
         return type(error)(str(error), self._peer)
 
+    async def _send_handled(self, message: StreamMessage) -> None:
+        """Send a frame once the processor has handled it, also if the sender is cancelled meanwhile."""
+        assert self._processor is not None
+        assert message.header is not None
+        handled, context = self._loop.create_future(), copy_context()
+
+        def leave() -> None:
+            if self._loop.is_frozen(self._host):
+                self._loop.call_soon(leave, context=context)
+                return
+            if self._end is None and self._host.alive:
+                self._out.push(message)
+            if not handled.done():
+                handled.set_result(None)
+
+        self._processor.send(message.header, message.size_bytes, leave)
+        await handled
+        if self._end is not None:
+            raise self._again(self._end)
+
     async def _send_in_pieces(self, large: SegmentedFrame) -> None:
-        self._departure = departure = SegmentedSend(self, self._far, large)
+        departure = (
+            HandledSend(self, self._far, large, self._processor)
+            if self._largest_whole_bytes == SMALLEST_PIECE_BYTES
+            else SegmentedSend(self, self._far, large)
+        )
+        self._departure = departure
         self._out.on_room = self._room
         departure.go_on()
         try:

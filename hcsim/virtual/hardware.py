@@ -6,7 +6,8 @@ The device calls functions at once and charges virtual time for them, as `runtim
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from contextvars import Context, copy_context
 from math import prod
 from typing import Literal, Protocol, TypeAlias, TypeVar
@@ -17,6 +18,7 @@ from hcsim.runtime.clock import Limit
 from hcsim.runtime.host import Chip, Work
 from hcsim.runtime.work_time import seconds
 from hcsim.virtual.loop import VirtualLoop
+from hcsim.virtual.processor import Cores
 
 
 def machine_of(node: Node) -> Machine:
@@ -92,10 +94,15 @@ class DeviceHost(Protocol):
 
 
 class VirtualDevice:
-    """A simulated device with one queue for work and one for memory traffic."""
+    """A simulated device with one queue for work and one for memory traffic.
 
-    def __init__(self, host: DeviceHost, machine: Machine) -> None:
+    Where it computes on the processor that handles the messages, its speed is its share of the `cores`."""
+
+    def __init__(self, host: DeviceHost, machine: Machine, cores: Cores | None = None) -> None:
         self._host = host
+        self._cores = cores
+        self._share = 1.0
+        self._running = 0
         self._machine = machine
         self._factors: list[float] = []
         self._stuck = 0
@@ -138,18 +145,43 @@ class VirtualDevice:
         # At full speed; but launching kernels takes as long on a machine that is throttled.
         lasts_s = (seconds(self._machine, work, self.throttle) + waited_s) * self.throttle
         if lasts_s > 0.0 or self._stuck:
-            self._busy_until_s = max(self._busy_until_s, self._pace.now()) + lasts_s
-            await self._pace.reach(self._busy_until_s)
+            with self._busy():
+                self._busy_until_s = max(self._busy_until_s, self._pace.now()) + lasts_s
+                await self._pace.reach(self._busy_until_s)
         return result
 
     async def touch(self, moved_bytes: int) -> None:
         """See `runtime.host.Device.touch`."""
         lasts_s = moved_bytes / self._memory_bytes_ps
         if lasts_s > 0.0 or self._stuck:
-            self._memory_until_s = max(self._memory_until_s, self._pace.now()) + lasts_s
-            await self._pace.reach(self._memory_until_s)
+            with self._busy():
+                self._memory_until_s = max(self._memory_until_s, self._pace.now()) + lasts_s
+                await self._pace.reach(self._memory_until_s)
+
+    @contextmanager
+    def _busy(self) -> Iterator[None]:
+        """Take part in the sharing of the cores, if the device runs on them."""
+        if self._cores is None:
+            yield
+            return
+        self._running += 1
+        if self._running == 1:
+            self._cores.enter(self)
+        try:
+            yield
+        finally:
+            self._running -= 1
+            if not self._running:
+                self._cores.leave(self)
+                self.run_at(1.0)
 
     # The world's side of a device.
+
+    def run_at(self, share: float) -> None:
+        """Go on with this share of a core."""
+        if share != self._share:
+            self._share = share
+            self.go_on()
 
     @property
     def throttle(self) -> float:
@@ -187,7 +219,7 @@ class VirtualDevice:
     def go_on(self) -> None:
         """Continue at the remaining speed, unless the host is suspended, the device hangs, or the host is down."""
         if self._host.alive:
-            self._pace.change(0.0 if self._host.pauses or self._stuck else self.throttle)
+            self._pace.change(0.0 if self._host.pauses or self._stuck else self.throttle * self._share)
 
     def spoil(self, spoiler: Spoiler) -> None:
         """Pass all results to a spoiler until it returns True."""

@@ -25,6 +25,7 @@ from hcsim.virtual.lan import Datagram, DatagramRules, VirtualLan
 from hcsim.virtual.links import ResourceGraph
 from hcsim.virtual.loop import OWNER, VirtualLoop
 from hcsim.virtual.network import FluidNetwork
+from hcsim.virtual.processor import Cores, MessageProcessor, costs_nothing
 from hcsim.virtual.stream import NEVER_NS
 
 SYN_RETRY_S = 1.0
@@ -90,6 +91,7 @@ class VirtualHost:
         world: Surroundings,
         name: str,
         machine: Machine,
+        cores: Cores,
         records: Mapping[str, bytes] | None = None,
         before: VirtualHost | None = None,
     ) -> None:
@@ -101,7 +103,12 @@ class VirtualHost:
         self._seeded = name if before is None else f"{name}#{self.life}"
         self.machine = machine
         self.clock = VirtualClock(self.loop)
-        self.device = VirtualDevice(self, machine)
+        self.cores = cores
+        """Those that handle its messages."""
+        self.processor: MessageProcessor | None = None
+        if machine.messages is not None and not costs_nothing(machine.messages):
+            self.processor = MessageProcessor(self.loop.env, machine.messages, cores, tls=world.scenario.tcp.tls)
+        self.device = VirtualDevice(self, machine, cores if machine.shares_processor else None)
         if before is not None:
             self.clock.go_on_from(before.clock)
             self.device.go_on_from(before.device)
@@ -212,6 +219,12 @@ class VirtualHost:
             self.net.trace.append([(self.loop.env.now_ns, kind, self._name, *fields)])
 
     # The world's side of a host.
+
+    def release_cores(self) -> None:
+        """Take no part in the sharing of cores any more: this life is over."""
+        if self.processor is not None:
+            self.processor.end()
+        self.cores.leave(self.device)
 
     def neighbours(self) -> tuple[VirtualHost, ...]:
         """Return the other hosts that receive this host's broadcasts."""

@@ -17,6 +17,7 @@ from hcsim.runtime.channel import REST_S, Payload
 from hcsim.runtime.frame import HEADER_BYTES, Header
 from hcsim.virtual.loop import VirtualLoop
 from hcsim.virtual.network import FluidNetwork
+from hcsim.virtual.processor import MessageProcessor, piece_bytes
 from hcsim.virtual.stream import StreamMessage, VirtualStream
 
 PER_WINDOW, AT_MOST = 2, 16
@@ -162,4 +163,51 @@ class SegmentedSend:
         last_bytes, self.unsent_bytes = self.unsent_bytes, 0
         arrive = partial(far.came_whole, frame, last_bytes)
         out.push(StreamMessage(last_bytes, arrive, frame.header, frame.payload, HEADER_BYTES + frame.header.length))
+        self.end()
+
+
+class HandledSend(SegmentedSend):
+    """The send of a frame whose pieces a processor handles, at this end or at the other.
+
+    A piece is handled here while those before it leave, as long as the send buffer has room."""
+
+    __slots__ = ("_is_handling", "_processor")
+
+    def __init__(self, near: End, far: End, frame: SegmentedFrame, processor: MessageProcessor | None) -> None:
+        super().__init__(near, far, frame)
+        self._processor = processor
+        self._part_bytes = piece_bytes(self.unsent_bytes)
+        self._is_handling = False
+
+    def left(self) -> None:
+        self.go_on()
+
+    def go_on(self) -> None:
+        """Handle the next piece, unless one is being handled or the send buffer is full."""
+        if self._is_over or self._is_handling or self._out.queued_bytes >= self._tcp.send_buffer_bytes:
+            return
+        self._is_handling = True
+        header = self._frame.header
+        size_bytes = min(self._part_bytes, self.unsent_bytes)
+        if self._processor is None:
+            self._handled(size_bytes)
+        else:
+            begins = self.unsent_bytes == HEADER_BYTES + header.length
+            self._processor.send(header, size_bytes, partial(self._handled, size_bytes), begins=begins)
+
+    def _handled(self, size_bytes: int) -> None:
+        if self._loop.is_frozen(self._near.host):
+            self._loop.call_soon(self._handled, size_bytes, context=self._context)
+            return
+        self._is_handling = False
+        if self._is_over:
+            return
+        frame, far = self._frame, self._far
+        self.unsent_bytes -= size_bytes
+        if self.unsent_bytes:
+            self._out.push(StreamMessage(size_bytes, partial(far.came, frame, size_bytes, False), exposed_bytes=0))
+            self.go_on()
+            return
+        arrive, exposed_bytes = partial(far.came_whole, frame, size_bytes), HEADER_BYTES + frame.header.length
+        self._out.push(StreamMessage(size_bytes, arrive, frame.header, frame.payload, exposed_bytes))
         self.end()

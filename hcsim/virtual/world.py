@@ -28,6 +28,7 @@ from hcsim.virtual.lan import DatagramRules
 from hcsim.virtual.links import ResourceGraph
 from hcsim.virtual.loop import VirtualLoop
 from hcsim.virtual.network import FluidNetwork
+from hcsim.virtual.processor import Cores
 
 T = TypeVar("T")
 
@@ -69,8 +70,10 @@ class World:
         self.wiring = HostNetwork(scenario, self.net, self._hosts)
         self.datagrams = DatagramRules()
         self.tampering = FrameFaults(self.wiring, self.trace, sealed=sealed)
+        shared = {processor.name: Cores(processor.cores) for processor in scenario.processors}
         for node in scenario.nodes:
-            self._hosts[node.name] = VirtualHost(self, node.name, machine_of(node))
+            cores = shared[node.processor] if node.processor else Cores()
+            self._hosts[node.name] = VirtualHost(self, node.name, machine_of(node), cores)
         for fault in scenario.faults:
             faults.schedule(self, fault)
         for name in scenario.processes:
@@ -118,7 +121,7 @@ class World:
         if old.alive:
             raise UsageError(f"{name} is alive: only a host that crashed can be started again")
         host = self._hosts[name] = VirtualHost(
-            self, name, old.machine, old.store.records if records is None else records, old
+            self, name, old.machine, old.cores, old.store.records if records is None else records, old
         )
         for other in self.hosts:
             for channel in list(other.channels):

@@ -44,6 +44,7 @@ def die(world: Surroundings, host: VirtualHost, *, clean: bool) -> None:
     host.alive, host.system_lives = False, clean
     for channel in channels:
         channel.vanish()
+    host.release_cores()
     for ways in host.sleeps:
         world.wiring.mend(ways)
     host.sleeps.clear()

@@ -10,15 +10,15 @@ import asyncio
 import os
 import re
 import signal
-import socket
 import sys
 import tempfile
 from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
 
 from hcsim.config import Scenario, Training
 from hcsim.real.keys import load_node_key, new_secret, save_secret
+from hcsim.real.sockets import free_ports
 from hcsim.selftest.arena import VirtualArena
 from hcsim.selftest.contracts import ContractBroken, require
 from hcsim.selftest.script import SEED, train
@@ -124,7 +124,7 @@ class _Cluster:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self.hurry = folder / "hurry"
-        ports = _free_ports(2 * len(NAMES))
+        ports = free_ports(2 * len(NAMES))
         self._ports = {name: (ports.pop(), ports.pop()) for name in NAMES}
         self.started: list[_Node] = []
         secret = new_secret()
@@ -214,11 +214,3 @@ async def _train(folder: Path) -> tuple[_Node, _Node, _Node, _Node]:
             node.end_now()
         await asyncio.gather(*(node.process.wait() for node in cluster.started))
     return first, second, third, again
-
-
-def _free_ports(count: int) -> list[int]:
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]

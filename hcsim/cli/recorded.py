@@ -74,7 +74,7 @@ class RecordedRun:
         self.end_s = max(self.end_s, at_s)
         if kind == "fault":
             begins = bool(fields) and str(fields[0]).startswith(f"{where}(")
-            text = one_line(fault_words(str(fields[0])) if begins else " ".join(map(str, (where, *fields))))
+            text = one_line(fault_words(str(fields[0])) if begins else _end_words(where, " ".join(map(str, fields))))
             self._faults.append((at_s, EventOverview(at_s, "the world", text, "bad" if begins else "plain")))
             return
         machine = self._machines.setdefault(where, _Machine(where))
@@ -127,6 +127,24 @@ class RecordedRun:
     @property
     def _has_views(self) -> bool:
         return any(machine.views for machine in self._machines.values())
+
+
+_ENDS = {
+    "start": "{} starts again",
+    "thaw": "{} goes on",
+    "unhang": "{} goes on",
+    "recover": "{} is as fast as before",
+    "steady": "the clock of {} runs at its rate again",
+    "mend": "the disk of {} works again",
+    "give": "{} may open connections again",
+    "behave": "{} sends what it should again",
+    "heal": "the network is whole again",
+}
+
+
+def _end_words(what: str, where: str) -> str:
+    """Return the end of a fault in words."""
+    return _ENDS[what].format(where.partition(" ")[0]) if what in _ENDS else f"{what} {where}"
 
 
 def fault_words(fault: str) -> str:

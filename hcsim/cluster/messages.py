@@ -159,6 +159,8 @@ class Details(msgspec.Struct, frozen=True):
     """What it works on, in words."""
     total_steps: int = 0
     """How many steps there are to be; 0 if nobody knows."""
+    needed: int = 0
+    """With how many members work begins; 0 if it does not say."""
     steps: tuple[HistoryStep, ...] = ()
     messages: tuple[HistoryMessage, ...] = ()
 

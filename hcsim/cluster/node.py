@@ -286,6 +286,7 @@ class ClusterNode:
             await self._host.readings(),
             history.title,
             history.total_steps,
+            self._config.needed,
             history.steps(since_s),
             history.messages(since_s),
         )

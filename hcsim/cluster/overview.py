@@ -6,6 +6,7 @@ times in it are the watcher's; those that a node tells are of its own clock and 
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Sequence
 from statistics import median
@@ -30,8 +31,13 @@ _STALLED_STEPS = 5.0
 _SAME_NEWS_S = 10.0
 """All members of a view have the same to say, at nearly the same time."""
 MOST_EVENTS = 100
+MOST_LINKS = 64
+"""The number of links that are shown. Of more, those in trouble and the slowest are."""
+_MOST_NAMED = 3
+"""The number of machines that are out and that the headline and the hint name."""
 
 NodeState: TypeAlias = Literal["leads", "member", "waits", "suspected", "out", "silent", "done"]
+_GONE: tuple[NodeState, ...] = ("out", "silent", "suspected")
 State: TypeAlias = Literal["nobody", "waiting", "working", "stalled", "done"]
 Tone: TypeAlias = Literal["plain", "good", "bad"]
 _BAD = re.compile(
@@ -134,7 +140,7 @@ class Overview(msgspec.Struct, frozen=True):
     headline: str
     """The answer in one sentence."""
     hint: str = ""
-    """What a person can do about it."""
+    """What went wrong, and what a person can do about it."""
     epoch: int = -1
     """Of the view that works, or that has the most members; -1 if there is none."""
     nodes: tuple[NodeOverview, ...] = ()
@@ -152,9 +158,11 @@ def overview(title: str, now_s: float, reports: Sequence[NodeReport], news: Sequ
     events = _events(reports, news)
     nodes = _nodes(reports, view, events)
     state = _state(here, view, training, now_s)
-    headline = _headline(state, nodes, training, now_s)
+    needed = max((each.reply.details.needed for each in here if each.reply.details is not None), default=0)
+    headline = _headline(state, nodes, training, now_s, needed)
+    hint = _hint(state, nodes, events)
     epoch = -1 if view is None else view.epoch
-    return Overview(title, now_s, state, headline, "", epoch, nodes, _links(reports), training, events)
+    return Overview(title, now_s, state, headline, hint, epoch, nodes, _links(reports), training, events)
 
 
 def watched(title: str, watch: ClusterWatch, now_s: float, offset_s: float) -> Overview:
@@ -225,6 +233,8 @@ def _node(
         state, why = "waits", "waits for others"
     else:
         state, why = "leads" if view is not None and view.leader.node == node else "member", ""
+    if "nobody listens" in why:
+        why = f"hcsim does not run there ({why})"
     if report is None:
         control = next((link.control for link in links), "")
         return NodeOverview(node, name, state, why, _first_host(control))
@@ -301,7 +311,10 @@ def _links(reports: Sequence[NodeReport]) -> tuple[LinkOverview, ...]:
                 latency_s=latency_s,
                 trouble=trouble,
             )
-    return tuple(found[pair] for pair in sorted(found))
+    links = [found[pair] for pair in sorted(found)]
+    if len(links) > MOST_LINKS:
+        links.sort(key=lambda link: (not link.trouble, min(link.there_bps or math.inf, link.back_bps or math.inf)))
+    return tuple(links[:MOST_LINKS])
 
 
 def _medium(address: str, interfaces: Iterable[Interface]) -> str:
@@ -388,27 +401,46 @@ def _state(here: Sequence[NodeReport], view: View | None, training: TrainingOver
     return "stalled" if now_s - training.last_s > patience_s else "working"
 
 
-def _headline(state: State, nodes: Sequence[NodeOverview], training: TrainingOverview | None, now_s: float) -> str:
+def _headline(
+    state: State, nodes: Sequence[NodeOverview], training: TrainingOverview | None, now_s: float, needed: int
+) -> str:
     at_work = sum(each.state in ("leads", "member", "suspected", "done") for each in nodes)
-    machines = f"{at_work} machine{'s' if at_work != 1 else ''}"
+    here = sum(each.state in ("leads", "member", "waits") for each in nodes)
+    required = f", {needed} are needed" if needed > here else ""
     sentence = {
         "nobody": "No node of the cluster answers",
-        "waiting": f"Waiting: {sum(each.state == 'waits' for each in nodes)} of {len(nodes)} known machines wait",
-        "working": f"Working on {machines}",
+        "waiting": f"Waiting: {_machines(here)} here{required}",
+        "working": f"Working on {_machines(at_work)}",
         "stalled": "Stalled",
         "done": "Finished",
     }[state]
     if training is not None:
-        of = f" of {training.steps}" if training.steps else ""
+        reached = f"step {training.step:,}" + (f" of {training.steps:,}" if training.steps else "")
         if state == "stalled":
-            sentence = f"Stalled: no step for {now_s - training.last_s:.0f} s, after step {training.step}{of}"
+            sentence = f"Stalled: no step for {now_s - training.last_s:.0f} s, after {reached}"
         elif state == "done":
-            sentence = f"Finished: {training.step} steps"
+            sentence = f"Finished: {training.step:,} steps"
         elif state == "nobody":
-            sentence += f" any more, after step {training.step}{of}"
+            sentence += f" any more, after {reached}"
         else:
-            sentence += f", step {training.step}{of}"
-    gone = [each for each in nodes if each.state in ("out", "silent", "suspected")]
+            sentence += f", {reached}"
+    gone = [each.name for each in nodes if each.state in _GONE]
     if gone and state not in ("done", "nobody"):
-        sentence += "; out: " + ", ".join(each.name for each in gone)
+        more = len(gone) - _MOST_NAMED
+        sentence += "; out: " + ", ".join(gone[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
     return sentence
+
+
+def _machines(count: int) -> str:
+    return f"{count} machine{'s' if count != 1 else ''}"
+
+
+def _hint(state: State, nodes: Sequence[NodeOverview], events: Sequence[EventOverview]) -> str:
+    """Return why machines are out, or why nothing goes on, in the words of the members."""
+    if state in ("done", "nobody"):
+        return ""
+    reasons = [f"{each.name}: {each.why}" for each in nodes if each.state in _GONE and each.why]
+    if not reasons and state != "working" and events:
+        reasons = [f"{events[-1].who}: {events[-1].text}" if events[-1].who else events[-1].text]
+    more = len(reasons) - _MOST_NAMED
+    return one_line("; ".join(reasons[:_MOST_NAMED]) + (f"; {more} more below" if more > 0 else ""))

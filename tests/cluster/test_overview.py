@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from io import StringIO
 
+import msgspec
 import pytest
 from rich.console import Console
 
 from hcsim.cli.watch import drawn, duration_left, sparkline
 from hcsim.cluster.node import ClusterNode
-from hcsim.cluster.overview import EventOverview, Overview, TrainingOverview, watched
+from hcsim.cluster.overview import EventOverview, NodeOverview, NodeState, Overview, TrainingOverview, watched
 from hcsim.cluster.status_client import ClusterWatch
 from hcsim.config import Crash
 from hcsim.units import Seconds
@@ -62,6 +64,25 @@ def test_a_machine_that_has_crashed_is_out_with_the_reason_within_the_limit_of_h
         assert any(event.text.startswith("c does not answer") and event.tone == "bad" for event in seen.events)
 
 
+def test_what_is_wrong_stands_beside_the_answer() -> None:
+    (seen,) = seen_by_a(Party(ABC, faults=[Crash(Seconds(5.0), "c")]), 30.0)
+    assert seen.hint.startswith("c: ")
+    assert seen.nodes[2].why in seen.hint
+
+
+class TooFew(Party):
+    """Every node waits for one more."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        super().__init__(names)
+        self.config = msgspec.structs.replace(self.config, nodes=len(names) + 1)
+
+
+def test_a_cluster_that_is_too_small_says_how_many_machines_it_needs() -> None:
+    (seen,) = seen_by_a(TooFew(("a", "b")), 4.0)
+    assert (seen.state, seen.headline) == ("waiting", "Waiting: 2 machines here, 3 are needed")
+
+
 def test_nobody_answers() -> None:
     (seen,) = seen_by_a(Party(("a",), faults=[]), 0.0)
     assert (seen.state, seen.nodes) == ("nobody", ())
@@ -76,6 +97,29 @@ def test_a_terminal_shows_it_and_nothing_of_a_name_is_taken_for_markup() -> None
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert "Working on 2 machines; out: c" in text
     assert "a – b" in text
+
+
+def many(count: int, *, out: int) -> Overview:
+    """A cluster of so many machines, of which some are out, each with a long reason."""
+    states: list[NodeState] = ["out" if i >= count - out else "member" for i in range(count)]
+    nodes = tuple(
+        NodeOverview(f"{i}", f"machine number {i}", state, "it was lost " * 9 if state == "out" else "")
+        for i, state in enumerate(states)
+    )
+    events = tuple(EventOverview(float(i), "a", "something happened " * 9, "plain") for i in range(40))
+    return Overview("home", 0.0, "working", "Working", nodes=nodes, events=events)
+
+
+@pytest.mark.parametrize("width", [80, 120])
+@pytest.mark.parametrize("count", [3, 64])
+def test_a_terminal_shows_what_is_wrong_within_its_size(width: int, count: int) -> None:
+    file = StringIO()
+    Console(width=width, file=file).print(drawn(many(count, out=2), width, 40))
+    lines = file.getvalue().splitlines()
+    assert len(lines) <= 40
+    assert max(map(len, lines)) <= width
+    assert file.getvalue().count("out: it was lost") == 2
+    assert ("more" in file.getvalue()) is (count == 64)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ the new one is rejected.
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from typing import Protocol
 
 import msgspec
@@ -24,10 +25,11 @@ from hcsim.cluster.messages import (
     Status,
     StatusReply,
     StatusRequest,
+    fitting,
 )
 from hcsim.errors import ChannelError, HcsimError, PeerRefused, RemoteProtocolError, WrongPeer
 from hcsim.runtime.channel import Channel, Listener
-from hcsim.runtime.clock import within
+from hcsim.runtime.clock import BroadcastEvent, within
 from hcsim.runtime.host import Host
 from hcsim.transport.admission_queue import AdmissionQueue
 from hcsim.transport.messages import expect
@@ -40,6 +42,9 @@ MOST_WATCHERS = 8
 """The maximum number of status clients that may ask again over the same channel."""
 WATCHER_SILENCE_S = 30.0
 """How long such a client may ask nothing."""
+LAST_ANSWER_S = 2.5
+"""How long a node that ends waits for such clients to ask once more, so that they learn how it ended."""
+WATCHED_ENOUGH = f"{MOST_WATCHERS} pages or terminals watch this node already: close one of them"
 OUTBOX = 256
 """The maximum number of messages queued for a peer that does not read; beyond it the peer counts as stuck."""
 COPIED = (
@@ -104,6 +109,7 @@ class ControlConnections:
         self._lines: dict[str, ControlConnection] = {}
         self._admission = AdmissionQueue(host)
         self._watchers: dict[Channel, None] = {}
+        self._watcher_left = BroadcastEvent()
         self._closed = False
 
     @property
@@ -159,8 +165,6 @@ class ControlConnections:
     async def close(self, reason: str) -> None:
         """Send a goodbye to all nodes, and accept no more connections."""
         self._closed = True
-        for channel in list(self._watchers):
-            await channel.close()
         for line in list(self._lines.values()):
             try:
                 async with self._host.clock.timeout(PROBE_S):
@@ -168,6 +172,12 @@ class ControlConnections:
             except (ChannelError, TimeoutError):
                 pass  # it will notice by itself
             await line.channel.close()
+        with suppress(TimeoutError):
+            async with self._host.clock.timeout(LAST_ANSWER_S):
+                while self._watchers:
+                    await self._watcher_left.next()
+        for channel in list(self._watchers):
+            await channel.close()
 
     def _called(self, channel: Channel, number: int) -> None:
         self._host.spawn(self._greet(channel), name=f"control caller {number}")
@@ -179,14 +189,14 @@ class ControlConnections:
             async with self._host.clock.timeout(HELLO_TIMEOUT_S):
                 first = await SCHEMA.recv(channel)
                 if isinstance(first, StatusRequest):
-                    await self._answer(channel, first)
+                    await self._answer_client(channel, first)
                 elif not isinstance(first, ProbeRequest):
                     theirs, ours = _hello(first, channel), self._owner.hello()
                     await SCHEMA.send(channel, ours)
             self._admission.known(channel)
             known = True
             if isinstance(first, StatusRequest):
-                await self._answer_again(channel, first)
+                await self._answer_again(channel)
                 return
             if isinstance(first, ProbeRequest):
                 await self._owner.probed(channel)
@@ -199,30 +209,41 @@ class ControlConnections:
             await channel.close()
             raise
         finally:
+            self._unwatched(channel)
             if not known:
                 self._admission.known(channel)
+
+    async def _answer_client(self, channel: Channel, first: StatusRequest) -> None:
+        """Answer a status client. One that watches this node keeps its place among the watchers, or is refused."""
+        if first.since_s is not None:
+            if len(self._watchers) >= MOST_WATCHERS:
+                await SCHEMA.send(channel, Goodbye(WATCHED_ENOUGH, refused=True))
+                return
+            self._watchers[channel] = None
+        await self._answer(channel, first)
 
     async def _answer(self, channel: Channel, request: StatusRequest) -> None:
         reply = self._owner.asked(request)
         if request.since_s is not None:
             reply = msgspec.structs.replace(reply, details=await self._owner.details(request.since_s))
-        await SCHEMA.send(channel, reply)
+        await SCHEMA.send(channel, fitting(reply, MESSAGE_LIMIT_BYTES))
 
-    async def _answer_again(self, channel: Channel, first: StatusRequest) -> None:
+    async def _answer_again(self, channel: Channel) -> None:
         """Answer the further requests of a client that watches this node."""
         try:
-            if first.since_s is None or self._closed or len(self._watchers) >= MOST_WATCHERS:
-                return
-            self._watchers[channel] = None
-            while True:
+            while channel in self._watchers and not self._closed:
                 async with self._host.clock.timeout(WATCHER_SILENCE_S):
                     request = expect(await SCHEMA.recv(channel), StatusRequest, channel.peer)
                     await self._answer(channel, request)
         except (ChannelError, TimeoutError):
             pass  # it watches no longer
         finally:
-            self._watchers.pop(channel, None)
             await channel.close()
+
+    def _unwatched(self, channel: Channel) -> None:
+        if channel in self._watchers:
+            del self._watchers[channel]
+            self._watcher_left.tell()
 
     async def _introduce(self, channel: Channel, hello: NodeHello, ours: NodeHello, dialler: str) -> None:
         """Decide whether a channel becomes the connection to that node; if so, run it.

@@ -209,3 +209,36 @@ ControlMessage: TypeAlias = (
     | TrustUpdate
 )
 SCHEMA: Schema[ControlMessage] = Schema(ControlMessage)
+
+
+_FRAME_BYTES = 4096
+"""Left free for what is around a message."""
+
+
+def fitting(reply: StatusReply, most_bytes: int) -> StatusReply:
+    """Return the reply, cut where its frame would be longer than this.
+
+    The oldest messages are left out first, then the earliest steps, then links; a message says so."""
+    whole = reply
+    while len(SCHEMA.encode(reply)) > most_bytes - _FRAME_BYTES:
+        details = reply.details
+        if details is not None and details.messages:
+            details = msgspec.structs.replace(details, messages=details.messages[len(details.messages) // 2 + 1 :])
+        elif details is not None and details.steps:
+            details = msgspec.structs.replace(details, steps=details.steps[len(details.steps) // 2 + 1 :])
+        elif reply.links:
+            reply = msgspec.structs.replace(reply, links=reply.links[: len(reply.links) // 2])
+        else:
+            break  # the rest is what the node also tells the other members
+        reply = msgspec.structs.replace(reply, details=details)
+    if reply is whole or reply.details is None or whole.details is None:
+        return reply
+    counts = {
+        "messages": (len(reply.details.messages), len(whole.details.messages)),
+        "steps": (len(reply.details.steps), len(whole.details.steps)),
+        "links": (len(reply.links), len(whole.links)),
+    }
+    kept = ", ".join(f"{some} of {all_} {what}" for what, (some, all_) in counts.items() if some < all_)
+    word = HistoryMessage(reply.details.now_s, f"too much to tell at once: {kept} are shown")
+    details = msgspec.structs.replace(reply.details, messages=(*reply.details.messages, word))
+    return msgspec.structs.replace(reply, details=details)

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
+from types import MappingProxyType
 from typing import Literal, TypeAlias
 
 import msgspec
@@ -150,13 +151,20 @@ class Overview(msgspec.Struct, frozen=True):
     """The oldest first."""
 
 
-def overview(title: str, now_s: float, reports: Sequence[NodeReport], news: Sequence[EventOverview] = ()) -> Overview:
-    """Put the reports of all nodes together; `news` are events that the watcher itself has noticed."""
+def overview(
+    title: str,
+    now_s: float,
+    reports: Sequence[NodeReport],
+    news: Sequence[EventOverview] = (),
+    refusals: Mapping[str, str] = MappingProxyType({}),
+) -> Overview:
+    """Put the reports of all nodes together; `news` are events that the watcher itself has noticed, and `refusals` why
+    nodes are not to be watched, by control address."""
     here = [each for each in reports if not each.failure]
     view = _best_view(here or reports)
     training = _training(reports, now_s)
     events = _events(reports, news)
-    nodes = _nodes(reports, view, events)
+    nodes = _nodes(reports, view, events, refusals)
     state = _state(here, view, training, now_s)
     needed = max((each.reply.details.needed for each in here if each.reply.details is not None), default=0)
     headline = _headline(state, nodes, training, now_s, needed)
@@ -173,12 +181,14 @@ def watched(title: str, watch: ClusterWatch, now_s: float, offset_s: float) -> O
         if each.reply is not None
     ]
     news = [EventOverview(each.at_s + offset_s, "", each.text, tone_of(each.text)) for each in watch.messages]
-    seen = overview(title, now_s, reports, news)
+    seen = overview(title, now_s, reports, news, watch.refusals)
     if seen.state != "nobody":
         return seen
     failures = [watch.failure] if watch.failure else []
     failures += [f"{address} does not answer: {why}" for address, why in watch.silent.items()]
     hint = "does `hcsim run --real` run on a machine? If it does, name one with --peer"
+    if watch.refusals:
+        return msgspec.structs.replace(seen, hint=one_line("; ".join(watch.refusals.values())))
     return msgspec.structs.replace(seen, hint=one_line("; ".join((hint, *failures))))
 
 
@@ -192,7 +202,7 @@ def _best_view(reports: Sequence[NodeReport]) -> View | None:
 
 
 def _nodes(
-    reports: Sequence[NodeReport], view: View | None, events: Sequence[EventOverview]
+    reports: Sequence[NodeReport], view: View | None, events: Sequence[EventOverview], refusals: Mapping[str, str]
 ) -> tuple[NodeOverview, ...]:
     members = {} if view is None else {member.node: member for member in view.members}
     known = {each.reply.status.us.node: each for each in reports}
@@ -204,7 +214,20 @@ def _nodes(
     names |= {node: member.name for node, member in members.items()}
     names |= {node: each.reply.status.us.name for node, each in known.items()}
     order = [*members, *(node for node in sorted(names, key=lambda node: names[node]) if node not in members)]
-    return tuple(_node(node, names[node], view, known.get(node), links.get(node, []), events) for node in order)
+    controls = {each.reply.status.us.node: each.reply.status.control for each in reports}
+    controls |= {node: found[0].control for node, found in links.items() if node not in controls}
+    return tuple(
+        _node(
+            node,
+            names[node],
+            view,
+            known.get(node),
+            links.get(node, []),
+            events,
+            refusals.get(controls.get(node, ""), ""),
+        )
+        for node in order
+    )
 
 
 def _node(
@@ -214,12 +237,15 @@ def _node(
     report: NodeReport | None,
     links: Sequence[LinkStatus],
     events: Sequence[EventOverview],
+    refusal: str,
 ) -> NodeOverview:
     suspected = next((link.suspected for link in links if link.suspected), "")
     is_member = view is not None and view.member(node) is not None
     state: NodeState
-    if report is not None and _has_finished(report.history):
+    if report is not None and report.history.is_finished:
         state, why = "done", ""
+    elif refusal and is_member and not suspected:  # it works, and the others say so
+        state, why = "leads" if view is not None and view.leader.node == node else "member", refusal
     elif report is None or report.failure:
         failure = "" if report is None else report.failure
         state, why = "silent" if is_member else "out", suspected or _why_lost(name, events) or failure
@@ -250,10 +276,6 @@ def _node(
         steps[-1].step if steps else 0,
         None if state in ("out", "silent") else _phases(steps[-RECENT_STEPS:]),
     )
-
-
-def _has_finished(history: RunHistory) -> bool:
-    return history.latest is not None and 0 < history.total_steps <= history.latest.step
 
 
 def _first_host(address: str) -> str:

@@ -11,15 +11,17 @@ import asyncio
 from collections import deque
 from collections.abc import Sequence
 
+import msgspec
+
 from hcsim.cluster.control_connections import HELLO_TIMEOUT_S, MESSAGE_LIMIT_BYTES
 from hcsim.cluster.discovery import place_of
-from hcsim.cluster.messages import SCHEMA, StatusReply, StatusRequest
+from hcsim.cluster.messages import SCHEMA, ControlMessage, Goodbye, StatusReply, StatusRequest
 from hcsim.cluster.view import Member
-from hcsim.errors import DeadlineExceeded, HcsimError, RemoteProtocolError
+from hcsim.errors import DeadlineExceeded, HcsimError, PeerRefused, RemoteProtocolError
 from hcsim.runtime.channel import Channel
 from hcsim.runtime.clock import within
 from hcsim.runtime.host import Host
-from hcsim.telemetry.history import MOST_MESSAGES, HistoryMessage, RunHistory
+from hcsim.telemetry.history import MOST_MESSAGES, HistoryMessage, HistoryStep, RunHistory
 from hcsim.transport.admission_queue import one_line
 from hcsim.transport.messages import expect
 
@@ -30,18 +32,34 @@ async def ask(host: Host, address: str, timeout_s: float, forget: str = "") -> S
     try:
         channel.limit(MESSAGE_LIMIT_BYTES)
         async with host.clock.timeout(HELLO_TIMEOUT_S):
-            return expect(await SCHEMA.ask(channel, StatusRequest(forget)), StatusReply, address)
+            return _reply(await SCHEMA.ask(channel, StatusRequest(forget)), channel, address)
     except TimeoutError:
         raise DeadlineExceeded(f"{address} did not answer within {HELLO_TIMEOUT_S:g} s") from None
     finally:
         await channel.close()
 
 
+def _reply(message: ControlMessage, channel: Channel, address: str) -> StatusReply:
+    """Return the reply of the node at that address. Raises an error if it refuses, or says that it is another one."""
+    if isinstance(message, Goodbye):
+        raise PeerRefused(f"{address} refused us: {one_line(message.reason)}", address)
+    reply = expect(message, StatusReply, address)
+    node = reply.status.us.node
+    if channel.identity and channel.identity != node:
+        raise RemoteProtocolError(f"{address} says that it is {node}, and its key says {channel.identity}", address)
+    return reply
+
+
 MOST_FOREIGN = 8
 """The maximum number of machines of other clusters to report."""
 MOST_ASKED = 64
-"""The maximum number of announced addresses to query; addresses reported by nodes that answered are not
-counted."""
+"""The maximum number of announced addresses to query: anybody may have announced anything."""
+MOST_NODES = 256
+"""The maximum number of addresses to query, those included that nodes report."""
+MOST_IN_VAIN = 10
+"""How often an address is asked in vain before another one may take its place."""
+REFUSED_S = 10.0
+"""How long a node that refuses to be watched is left alone."""
 
 
 class StatusClient:
@@ -87,13 +105,13 @@ class StatusClient:
                 ours = properties.get("namespace") == self._namespace and is_node
                 if is_node and not ours and len(self.foreign) < MOST_FOREIGN:
                     self.foreign[sighting.service.name] = place_of(sighting.service)
-                if ours and len(self._asking) < MOST_ASKED:  # anybody may have announced anything
+                if ours and len(self._asking) < MOST_ASKED:
                     self._ask(place_of(sighting.service))
         except HcsimError as error:
             self.failures["the local network"] = str(error)
 
     def _ask(self, address: str) -> None:
-        if address not in self._asking:
+        if address not in self._asking and len(self._asking) < MOST_NODES:
             self._asking[address] = self._host.spawn(self._asked(address), name=f"ask {address}")
 
     async def _asked(self, address: str) -> None:
@@ -105,9 +123,77 @@ class StatusClient:
             self.told[told.status.us.node] = told
             self.told_at_s[told.status.us.node] = self._host.clock.now()
             self._here.append(told.status.us)
-            self._asking.setdefault(told.status.control, self._asking[address])
+            if len(self._asking) < MOST_NODES:
+                self._asking.setdefault(told.status.control, self._asking[address])
             for link in told.links:
                 self._ask(link.control)
+
+
+_HOTTEST_C = 1000.0
+_MOST = float(1 << 53)
+"""Beyond it numbers are no counts in every reader's arithmetic, and no times or rates in anybody's."""
+
+
+def _amount(number: float | None, most: float = _MOST) -> float | None:
+    """Return a number that a member tells; None where it can be no amount."""
+    return number if number is not None and 0 <= number <= most else None
+
+
+def _count(number: int | None) -> int | None:
+    return number if number is not None and 0 <= number <= _MOST else None
+
+
+def _plausible(reply: StatusReply) -> StatusReply:
+    """Return the reply without numbers that cannot be: a member may tell anything. A loss may be any number."""
+    replaced = msgspec.structs.replace
+    links = tuple(
+        replaced(
+            link,
+            latency_s=_amount(link.latency_s),
+            there_Bps=_amount(link.there_Bps),
+            back_Bps=_amount(link.back_Bps),
+        )
+        for link in reply.links
+    )
+    details = reply.details
+    if details is None:
+        return replaced(reply, links=links)
+    chip, readings, now_s = details.chip, details.readings, details.now_s if abs(details.now_s) <= _MOST else 0.0
+    degrees = readings.temperature_c
+    details = replaced(
+        details,
+        now_s=now_s,
+        chip=replaced(chip, memory_bytes=_count(chip.memory_bytes)),
+        readings=replaced(
+            readings,
+            temperature_c=degrees if degrees is not None and abs(degrees) < _HOTTEST_C else None,
+            power_w=_amount(readings.power_w),
+            speed_limit=_amount(readings.speed_limit, 1.0),
+            free_bytes=_count(readings.free_bytes),
+        ),
+        total_steps=_count(details.total_steps) or 0,
+        needed=_count(details.needed) or 0,
+        steps=tuple(_plausible_step(step) for step in details.steps if _is_step(step)),
+        messages=tuple(said for said in details.messages if abs(said.at_s) <= _MOST),
+    )
+    return replaced(reply, links=links, details=details)
+
+
+def _is_step(step: HistoryStep) -> bool:
+    return 0 <= step.step <= _MOST and abs(step.at_s) <= _MOST
+
+
+def _plausible_step(step: HistoryStep) -> HistoryStep:
+    return msgspec.structs.replace(
+        step,
+        ranks=_count(step.ranks) or 0,
+        samples=_count(step.samples) or 0,
+        compute_s=_amount(step.compute_s) or 0.0,
+        encode_s=_amount(step.encode_s) or 0.0,
+        wait_s=_amount(step.wait_s) or 0.0,
+        whole_s=_amount(step.whole_s) or 0.0,
+        accuracy=_amount(step.accuracy, 1.0),
+    )
 
 
 class WatchedNode:
@@ -123,8 +209,17 @@ class WatchedNode:
         """Why the last attempt failed; empty if it did not."""
         self.has_failed = False
         """Whether it ever ceased to answer."""
+        self.asked_in_vain = 0
+        """How often it was asked since it answered."""
+        self.refuses = False
+        """Whether it answers that it is not to be watched."""
         self.history = RunHistory()
         self._channel: Channel | None = None
+
+    @property
+    def node(self) -> str:
+        """Its id; empty before it has answered."""
+        return "" if self.reply is None else self.reply.status.us.node
 
     @property
     def answers(self) -> bool:
@@ -141,10 +236,13 @@ class WatchedNode:
                     self._channel.limit(MESSAGE_LIMIT_BYTES)
                     known_s = -1.0  # the machine's clock may have begun anew
                 reply = await SCHEMA.ask(self._channel, StatusRequest(since_s=known_s))
-            self._take(expect(reply, StatusReply, self.address))
-            self.heard_s, self.failure = host.clock.elapsed(), ""
+                self._take(_reply(reply, self._channel, self.address))
+            self.heard_s, self.failure, self.refuses = host.clock.elapsed(), "", False
+            self.asked_in_vain = 0
         except HcsimError as error:
             self.failure, self.has_failed = str(error), self.reply is not None
+            self.asked_in_vain += 1
+            self.refuses = isinstance(error, PeerRefused) and self._channel is not None
             await self.close()
 
     async def close(self) -> None:
@@ -154,6 +252,7 @@ class WatchedNode:
             await channel.close()
 
     def _take(self, reply: StatusReply) -> None:
+        reply = _plausible(reply)
         details = reply.details
         if details is None:
             raise RemoteProtocolError(f"{self.address} told no details", self.address)
@@ -174,14 +273,14 @@ class ClusterWatch:
         self._every_s = every_s
         self._timeout_s = timeout_s
         self._targets: dict[str, WatchedNode] = {}
-        self._asking: list[asyncio.Task[None]] = []
+        self._following: dict[str, asyncio.Task[None]] = {}
         self.failure = ""
         """Why the local network cannot be searched; empty if it can."""
         self.messages: deque[HistoryMessage] = deque(maxlen=MOST_MESSAGES)
         """Which nodes ceased to answer, or answer again, on the client's clock."""
         for address in peers:
             self._watch(address)
-        self._asking.append(host.spawn(self._look(), name="look around"))
+        self._looking = host.spawn(self._look(), name="look around")
 
     @property
     def nodes(self) -> tuple[WatchedNode, ...]:
@@ -189,7 +288,7 @@ class ClusterWatch:
         found: dict[str, WatchedNode] = {}
         for each in self._targets.values():
             if each.reply is not None:
-                node = each.reply.status.us.node
+                node = each.node
                 if node not in found or (found[node].answers, found[node].heard_s) < (each.answers, each.heard_s):
                     found[node] = each
         return tuple(found[node] for node in sorted(found))
@@ -199,44 +298,65 @@ class ClusterWatch:
         """The addresses at which nobody has ever answered, with the reasons."""
         return {each.address: each.failure for each in self._targets.values() if each.reply is None and each.failure}
 
+    @property
+    def refusals(self) -> dict[str, str]:
+        """The addresses of nodes that answer that they are not to be watched, with the reasons."""
+        return {each.address: each.failure for each in self._targets.values() if each.refuses}
+
     async def close(self) -> None:
-        for task in self._asking:
+        tasks = [self._looking, *self._following.values()]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._asking, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         for each in self._targets.values():
             await each.close()
 
     async def _look(self) -> None:
         try:
             async for sighting in self._host.lan.browse():
-                ours = sighting.service.properties.get("namespace") == self._namespace
-                if ours and "node" in sighting.service.properties and not sighting.gone:
-                    self._watch(place_of(sighting.service))
+                properties = sighting.service.properties
+                if properties.get("namespace") == self._namespace and "node" in properties and not sighting.gone:
+                    self._watch(place_of(sighting.service), properties["node"], MOST_ASKED)
         except HcsimError as error:
             self.failure = str(error)
 
-    def _watch(self, address: str) -> None:
-        if address not in self._targets and len(self._targets) < MOST_ASKED:
-            self._targets[address] = WatchedNode(address)
-            self._asking = [task for task in self._asking if not task.done()]
-            self._asking.append(self._host.spawn(self._follow(self._targets[address]), name=f"watch {address}"))
+    def _watch(self, address: str, node: str = "", most: int = MOST_NODES) -> None:
+        """Watch the node at this address, unless it is watched at another one."""
+        if address in self._targets or any(each.answers and each.node == node for each in self._targets.values()):
+            return
+        if len(self._targets) >= most:
+            vain = next((each for each in self._targets.values() if each.asked_in_vain >= MOST_IN_VAIN), None)
+            if vain is None:
+                return
+            self._following.pop(vain.address).cancel()
+            del self._targets[vain.address]
+        self._targets[address] = WatchedNode(address)
+        self._following[address] = self._host.spawn(self._follow(self._targets[address]), name=f"watch {address}")
 
     async def _follow(self, target: WatchedNode) -> None:
-        while True:
-            answered = target.answers
-            await target.ask(self._host, self._timeout_s)
-            if target.reply is not None and target.answers is not answered and target.has_failed:
-                self._note(target, target.reply.status.us.name)
-            if target.answers and target.reply is not None:
-                control = target.reply.status.control
-                if self._targets.setdefault(control, target) is not target:
-                    await target.close()  # the node is watched at another address
-                    self._targets = {key: each for key, each in self._targets.items() if each is not target}
-                    return
-                for link in target.reply.links:
-                    self._watch(link.control)
-            await self._host.clock.sleep(self._every_s)
+        try:
+            while not self._is_watched_elsewhere(target):
+                answered = target.answers
+                await target.ask(self._host, self._timeout_s)
+                if target.reply is not None and target.answers is not answered and target.has_failed:
+                    self._note(target, target.reply.status.us.name)
+                if target.answers and target.reply is not None:
+                    for link in target.reply.links:
+                        self._watch(link.control, link.node)
+                await self._host.clock.sleep(REFUSED_S if target.refuses else self._every_s)
+            del self._targets[target.address], self._following[target.address]
+        finally:
+            await target.close()
+
+    def _is_watched_elsewhere(self, target: WatchedNode) -> bool:
+        others = (each for each in self._targets.values() if each is not target)
+        return bool(target.node) and any(each.answers and each.node == target.node for each in others)
 
     def _note(self, target: WatchedNode, name: str) -> None:
-        text = f"{name} answers again" if target.answers else f"{name} does not answer: {target.failure}"
+        if target.answers:
+            text = f"{name} answers again"
+        elif target.history.is_finished:
+            text = f"{name} has finished"
+        else:
+            text = f"{name} does not answer: {target.failure}"
         self.messages.append(HistoryMessage(self._host.clock.elapsed(), one_line(text)))

@@ -91,6 +91,11 @@ class RunHistory:
     def latest(self) -> HistoryStep | None:
         return self._latest
 
+    @property
+    def is_finished(self) -> bool:
+        """Whether the last of the steps that there are to be is done."""
+        return self._latest is not None and 0 < self.total_steps <= self._latest.step
+
     def steps(self, since_s: float = -1.0) -> tuple[HistoryStep, ...]:
         """Return the steps that are kept and not earlier than this, in order; the newest is the last."""
         kept: Sequence[HistoryStep] = self._steps

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
@@ -29,10 +30,19 @@ from prometheus_client.parser import text_string_to_metric_families as read_text
 
 from hcsim import simulate_training
 from hcsim.cli.recorded import RecordedRun
+from hcsim.cluster.overview import (
+    EventOverview,
+    LinkOverview,
+    NodeOverview,
+    Overview,
+    StepTimes,
+    TrainingOverview,
+)
 from hcsim.config import Training
 from hcsim.real.dashboard import MOST_VIEWERS, Guard, Recorded, serving_dashboard
 from hcsim.real.keys import load_node_key, new_secret, save_secret
 from hcsim.real.tls import web_context
+from hcsim.runtime.host import Readings
 from tests.conftest import free_addresses
 from tests.switches import on_switch
 from tests.telemetry.test_grafana import expressions
@@ -170,6 +180,23 @@ def test_the_page_needs_nothing_from_outside() -> None:
     asyncio.run(main())
 
 
+async def in_browser(recorded: Recorded, folder: Path) -> str:
+    """Return what a browser makes of the page of a recorded run."""
+    async with serving_dashboard("127.0.0.1:0", recorded) as url, asyncio.timeout(PATIENCE_S):
+        options = ["--headless=new", "--disable-gpu", f"--user-data-dir={folder}", "--virtual-time-budget=5000"]
+        options += ["--no-sandbox"] if os.geteuid() == 0 else []
+        browser = await asyncio.create_subprocess_exec(
+            str(CHROMIUM), *options, "--dump-dom", url,
+            stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL,
+        )  # fmt: skip
+        try:
+            return (await browser.communicate())[0].decode()
+        finally:
+            if browser.returncode is None:
+                browser.kill()
+                await browser.wait()
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
 def test_a_browser_shows_a_recorded_run(tmp_path: Path) -> None:
@@ -177,29 +204,30 @@ def test_a_browser_shows_a_recorded_run(tmp_path: Path) -> None:
     simulate_training(on_switch(("studio", "mini")), Training(task="slopes", steps=5), sink=run.listen)
     run.take(0.0, "said", "mini", ["<b>this</b> was lost"])
 
-    async def main() -> str:
-        recorded = Recorded(lambda at_s: msgspec.json.encode(run.at(at_s)), run.end_s)
-        async with serving_dashboard("127.0.0.1:0", recorded) as url, asyncio.timeout(PATIENCE_S):
-            options = ["--headless=new", "--disable-gpu", f"--user-data-dir={tmp_path}", "--virtual-time-budget=5000"]
-            options += ["--no-sandbox"] if os.geteuid() == 0 else []
-            browser = await asyncio.create_subprocess_exec(
-                str(CHROMIUM), *options, "--dump-dom", url,
-                stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL,
-            )  # fmt: skip
-            try:
-                return (await browser.communicate())[0].decode()
-            finally:
-                if browser.returncode is None:
-                    browser.kill()
-                    await browser.wait()
-
-    shown = asyncio.run(main())
+    recorded = Recorded(lambda at_s: msgspec.json.encode(run.at(at_s)), run.end_s)
+    shown = asyncio.run(in_browser(recorded, tmp_path))
     assert "<title>Finished: 5 steps – hcsim</title>" in shown
     assert 'id="headline">Finished: 5 steps<' in shown
     assert shown.count('class="state done">has finished<') == 2
     assert '<span class="bad">&lt;b&gt;this&lt;/b&gt; was lost</span>' in shown, "what others say is no markup"
     assert re.search(r'<polyline class="curve" points="[\d., ]+"', shown)
     assert 'id="lost" role="status" hidden=""' in shown
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
+@pytest.mark.parametrize("number", [math.nan, math.inf, 1e308, -1e308])
+def test_a_browser_shows_numbers_that_cannot_be_as_unknown(number: float, tmp_path: Path) -> None:
+    curve = tuple((step, number if step % 2 else -number) for step in range(1, 9))
+    times = StepTimes(number, number, number, number)
+    a, b = (NodeOverview(name, name, "member", readings=Readings(-1, number, number), phases=times) for name in "ab")
+    links = (LinkOverview("a", "b", ("", ""), (), number, number, number),)
+    training = TrainingOverview("digits", -7, 9, 2, number, number, number, number, number, curve, curve)
+    events = (EventOverview(number, "a", "the last message", "plain"),)
+    seen = Overview("home", number, "working", "Working", nodes=(a, b), links=links, training=training, events=events)
+    shown = asyncio.run(in_browser(Recorded(lambda at_s: msgspec.json.encode(seen), 1.0), tmp_path))
+    assert ">the last message<" in shown, "the last thing that is drawn"
+    assert not re.findall(r".{0,60}(?:NaN|Infinity|Invalid|undefined)", shown.partition("<script>")[0])
 
 
 class Cluster(NamedTuple):

@@ -95,7 +95,11 @@ async def _until_interrupted() -> None:
 def guard_for(listen: str) -> tuple[Guard | None, str]:
     """Return what protects the page beyond the loopback, and the fingerprint of its certificate; nothing on the
     loopback."""
-    host, _ = split_address(listen)
+    try:
+        host, _ = split_address(listen)
+    except ConfigError:
+        like = _nearest_address(listen)
+        raise ConfigError(f"--listen {listen}: give an IP address of this machine and a port, as in {like}") from None
     if host == "localhost":
         return None, ""
     try:
@@ -105,6 +109,18 @@ def guard_for(listen: str) -> tuple[Guard | None, str]:
         raise ConfigError(f"--listen {listen}: give an IP address of this machine, or 0.0.0.0 for all") from None
     context, fingerprint = web_context(host_name())
     return Guard(secrets.token_urlsafe(24), context), fingerprint
+
+
+def _nearest_address(listen: str) -> str:
+    """Return the address that was probably meant, with the usual host or port where there is none."""
+    host, port = split_address(DASHBOARD)
+    for said in (listen, listen.rpartition(":")[0]):
+        with suppress(ValueError):
+            ipaddress.ip_address(said.strip("[]"))
+            return with_port(said, port)
+    with suppress(ConfigError):
+        return with_port(host, split_address(f"{host}:{listen.lstrip(':')}")[1])
+    return DASHBOARD
 
 
 def tell_url(url: str, fingerprint: str) -> None:

@@ -84,7 +84,7 @@ def systemd(unit: ServiceUnit) -> str:
         f"Description=hcsim in the cluster {unit.cluster}",
         "",
         "[Service]",
-        f"ExecStart={' '.join(_quoted(word).replace('$', '$$') for word in unit.command)}",
+        f"ExecStart={_exec_start(unit.command)}",
         f"WorkingDirectory={_without_specifiers(str(unit.folder))}",
         *environment,
         "Restart=on-failure",
@@ -127,6 +127,13 @@ def _installation(cluster: str, *, for_launchd: bool) -> tuple[str, ...]:
         f"start it: systemctl --user daemon-reload; systemctl --user enable --now {name}; loginctl enable-linger",
         f"its output: journalctl --user -u {name}; end it: systemctl --user disable --now {name}",
     )
+
+
+def _exec_start(command: Sequence[str]) -> str:
+    """Return the command for systemd, which replaces variables in the arguments and in the program's name, but not in
+    the path of its file: where that has a $, the two are given apart."""
+    words = [_quoted(word).replace("$", "$$") for word in command]
+    return " ".join([_quoted(f"@{command[0]}"), *words] if "$" in command[0] else words)
 
 
 def _quoted(word: str) -> str:

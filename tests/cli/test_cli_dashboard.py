@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -34,8 +35,27 @@ def test_a_token_and_tls_protect_the_page_beyond_the_loopback_and_only_there() -
     assert len(first.token) >= 32
     with pytest.raises(ConfigError, match="give an IP address"):
         guard_for("mini.local:52419")
-    with pytest.raises(ConfigError, match="is not an address"):
-        guard_for("52419")
+
+
+@pytest.mark.parametrize(
+    ("listen", "example"),
+    [
+        ("0.0.0.0", "0.0.0.0:52419"),
+        ("127.0.0.1:", "127.0.0.1:52419"),
+        ("::1", "[::1]:52419"),
+        ("[::]", "[::]:52419"),
+        ("52419", "127.0.0.1:52419"),
+        (":8080", "127.0.0.1:8080"),
+        ("127.0.0.1:99999", "127.0.0.1:52419"),
+        ("", "127.0.0.1:52419"),
+    ],
+)
+def test_a_page_without_a_port_or_an_address_is_refused_with_an_example_that_is_taken(
+    listen: str, example: str
+) -> None:
+    with pytest.raises(ConfigError, match=re.escape(f"as in {example}") + "$"):
+        guard_for(listen)
+    guard_for(example)
 
 
 def test_the_address_that_is_told_is_one_that_another_machine_can_call(capsys: pytest.CaptureFixture[str]) -> None:

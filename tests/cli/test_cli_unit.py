@@ -49,11 +49,19 @@ def test_systemd_gets_every_word_as_it_was_given(words: list[str]) -> None:
     assert command_of(systemd(unit("/bin/true", *words))) == ["/bin/true", *words]
 
 
+def test_systemd_finds_a_program_whose_path_has_a_dollar_sign() -> None:
+    (line,) = (line for line in systemd(unit("/my $HOME 5%/python", "$x")).splitlines() if "ExecStart" in line)
+    assert line == 'ExecStart="@/my $HOME 5%%/python" "/my $$HOME 5%%/python" "$$x"'
+
+
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd is not installed")
-def test_systemd_finds_nothing_wrong_with_its_file(tmp_path: Path) -> None:
-    file, folder = tmp_path / "hcsim-home.service", tmp_path / "my job 100%"
+@pytest.mark.parametrize("name", ["bin", "a $b ${c} %n 100%"])
+def test_systemd_finds_nothing_wrong_with_its_file(name: str, tmp_path: Path) -> None:
+    file, folder, program = tmp_path / "hcsim-home.service", tmp_path / "my job 100%", tmp_path / name / "python"
     folder.mkdir()
-    file.write_text(systemd(unit(sys.executable, *AWKWARD[1:], folder=str(folder))), encoding="utf-8")
+    program.parent.mkdir()
+    program.symlink_to(sys.executable)
+    file.write_text(systemd(unit(str(program), *AWKWARD[1:], folder=str(folder))), encoding="utf-8")
     done = subprocess.run(["systemd-analyze", "verify", "--man=no", str(file)], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
 

@@ -136,7 +136,10 @@ async def train_as_member(
     if plan.cluster.coordinator is None:
         node = ClusterNode(inside, me, plan.cluster, say, _terms(plan), trusted, history)
     else:
-        node = CoordinatedMembership(inside, me, plan.cluster.coordinator, say, _terms(plan))
+        announced = plan.cluster.discover is not False
+        node = CoordinatedMembership(
+            inside, me, plan.cluster.coordinator, say, _terms(plan), history=history, announced=announced
+        )
     # It may take seconds to load data and to build a model: a node answers from its first moment, so they come before.
     saving = _checkpoints(inside, plan, what, say) if durable else None
     watched = HistoryObserver(history, host.clock, observer)

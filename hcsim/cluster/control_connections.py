@@ -31,6 +31,7 @@ from hcsim.errors import ChannelError, HcsimError, PeerRefused, RemoteProtocolEr
 from hcsim.runtime.channel import Channel, Listener
 from hcsim.runtime.clock import BroadcastEvent, within
 from hcsim.runtime.host import Host
+from hcsim.telemetry.history import RunHistory
 from hcsim.transport.admission_queue import AdmissionQueue
 from hcsim.transport.messages import expect
 
@@ -54,18 +55,22 @@ COPIED = (
 """The reason for rejecting a node, for metrics and log."""
 
 
-class ConnectionHandler(Protocol):
-    """Callbacks for events on the control connections."""
-
-    def status(self) -> Status: ...
-
-    def hello(self) -> NodeHello: ...
+class StatusSource(Protocol):
+    """What a node tells status clients."""
 
     def asked(self, ask: StatusRequest) -> StatusReply:
         """Return the status of this node to a status client, and process what the client reports."""
 
     async def details(self, since_s: float) -> Details:
         """Return the details of this node's status, and what happened since that moment of its clock."""
+
+
+class ConnectionHandler(StatusSource, Protocol):
+    """Callbacks for events on the control connections."""
+
+    def status(self) -> Status: ...
+
+    def hello(self) -> NodeHello: ...
 
     async def probed(self, channel: Channel) -> None:
         """Serve a peer that measures the link to this node."""
@@ -78,6 +83,74 @@ class ConnectionHandler(Protocol):
     def said(self, node: str, message: ControlMessage) -> None: ...
 
     def told(self, what: str) -> None: ...
+
+
+class StatusClients:
+    """The clients that ask a node for its status, once or again and again."""
+
+    def __init__(self, host: Host, source: StatusSource) -> None:
+        self._host = host
+        self._source = source
+        self._watchers: dict[Channel, None] = {}
+        self._left = BroadcastEvent()
+        self._closed = False
+
+    async def answer(self, channel: Channel, first: StatusRequest) -> None:
+        """Answer a client. One that watches this node keeps its place among the watchers, or is refused."""
+        if first.since_s is not None:
+            if len(self._watchers) >= MOST_WATCHERS:
+                await SCHEMA.send(channel, Goodbye(WATCHED_ENOUGH, refused=True))
+                return
+            self._watchers[channel] = None
+        await self._reply(channel, first)
+
+    async def answer_again(self, channel: Channel) -> None:
+        """Answer the further requests of a client, if it watches this node; then close its channel."""
+        try:
+            while channel in self._watchers and not self._closed:
+                async with self._host.clock.timeout(WATCHER_SILENCE_S):
+                    request = expect(await SCHEMA.recv(channel), StatusRequest, channel.peer)
+                    await self._reply(channel, request)
+        except (ChannelError, TimeoutError):
+            pass  # it watches no longer
+        finally:
+            await channel.close()
+
+    def left(self, channel: Channel) -> None:
+        """Give the place of this client to others."""
+        if channel in self._watchers:
+            del self._watchers[channel]
+            self._left.tell()
+
+    async def close(self) -> None:
+        """Answer each watcher once more, and close the channels."""
+        self._closed = True
+        with suppress(TimeoutError):
+            async with self._host.clock.timeout(LAST_ANSWER_S):
+                while self._watchers:
+                    await self._left.next()
+        for channel in list(self._watchers):
+            await channel.close()
+
+    async def _reply(self, channel: Channel, request: StatusRequest) -> None:
+        reply = self._source.asked(request)
+        if request.since_s is not None:
+            reply = msgspec.structs.replace(reply, details=await self._source.details(request.since_s))
+        await SCHEMA.send(channel, fitting(reply, MESSAGE_LIMIT_BYTES))
+
+
+async def details_of(host: Host, history: RunHistory, needed: int, since_s: float) -> Details:
+    """Return the state of this machine and of its work, for a client that watches it."""
+    return Details(
+        host.clock.elapsed(),
+        host.device.chip,
+        await host.readings(),
+        history.title,
+        history.total_steps,
+        needed,
+        history.steps(since_s),
+        history.messages(since_s),
+    )
 
 
 class ControlConnection:
@@ -108,8 +181,7 @@ class ControlConnections:
         self._owner = owner
         self._lines: dict[str, ControlConnection] = {}
         self._admission = AdmissionQueue(host)
-        self._watchers: dict[Channel, None] = {}
-        self._watcher_left = BroadcastEvent()
+        self._clients = StatusClients(host, owner)
         self._closed = False
 
     @property
@@ -172,12 +244,7 @@ class ControlConnections:
             except (ChannelError, TimeoutError):
                 pass  # it will notice by itself
             await line.channel.close()
-        with suppress(TimeoutError):
-            async with self._host.clock.timeout(LAST_ANSWER_S):
-                while self._watchers:
-                    await self._watcher_left.next()
-        for channel in list(self._watchers):
-            await channel.close()
+        await self._clients.close()
 
     def _called(self, channel: Channel, number: int) -> None:
         self._host.spawn(self._greet(channel), name=f"control caller {number}")
@@ -189,14 +256,14 @@ class ControlConnections:
             async with self._host.clock.timeout(HELLO_TIMEOUT_S):
                 first = await SCHEMA.recv(channel)
                 if isinstance(first, StatusRequest):
-                    await self._answer_client(channel, first)
+                    await self._clients.answer(channel, first)
                 elif not isinstance(first, ProbeRequest):
                     theirs, ours = _hello(first, channel), self._owner.hello()
                     await SCHEMA.send(channel, ours)
             self._admission.known(channel)
             known = True
             if isinstance(first, StatusRequest):
-                await self._answer_again(channel)
+                await self._clients.answer_again(channel)
                 return
             if isinstance(first, ProbeRequest):
                 await self._owner.probed(channel)
@@ -209,41 +276,9 @@ class ControlConnections:
             await channel.close()
             raise
         finally:
-            self._unwatched(channel)
+            self._clients.left(channel)
             if not known:
                 self._admission.known(channel)
-
-    async def _answer_client(self, channel: Channel, first: StatusRequest) -> None:
-        """Answer a status client. One that watches this node keeps its place among the watchers, or is refused."""
-        if first.since_s is not None:
-            if len(self._watchers) >= MOST_WATCHERS:
-                await SCHEMA.send(channel, Goodbye(WATCHED_ENOUGH, refused=True))
-                return
-            self._watchers[channel] = None
-        await self._answer(channel, first)
-
-    async def _answer(self, channel: Channel, request: StatusRequest) -> None:
-        reply = self._owner.asked(request)
-        if request.since_s is not None:
-            reply = msgspec.structs.replace(reply, details=await self._owner.details(request.since_s))
-        await SCHEMA.send(channel, fitting(reply, MESSAGE_LIMIT_BYTES))
-
-    async def _answer_again(self, channel: Channel) -> None:
-        """Answer the further requests of a client that watches this node."""
-        try:
-            while channel in self._watchers and not self._closed:
-                async with self._host.clock.timeout(WATCHER_SILENCE_S):
-                    request = expect(await SCHEMA.recv(channel), StatusRequest, channel.peer)
-                    await self._answer(channel, request)
-        except (ChannelError, TimeoutError):
-            pass  # it watches no longer
-        finally:
-            await channel.close()
-
-    def _unwatched(self, channel: Channel) -> None:
-        if channel in self._watchers:
-            del self._watchers[channel]
-            self._watcher_left.tell()
 
     async def _introduce(self, channel: Channel, hello: NodeHello, ours: NodeHello, dialler: str) -> None:
         """Decide whether a channel becomes the connection to that node; if so, run it.

@@ -69,10 +69,14 @@ class Announcement(msgspec.Struct, frozen=True):
     """Identifies the cluster; nodes ignore announcements of other clusters."""
     boot: int
     control: str
+    is_coordinated: bool = False
+    """Whether a coordinator decides for it: it answers status clients, and no other node."""
 
     def service(self) -> Service:
         # The record has no order of its own for a machine's addresses, so the best first is said here.
         properties = {"node": self.node, "namespace": self.namespace, "boot": f"{self.boot:x}", "at": self.control}
+        if self.is_coordinated:
+            properties["coordinated"] = "yes"
         end = f"-{self.node[:8]}"
         label = _NOT_IN_LABELS.sub("-", self.name).encode()[: _LABEL_BYTES - len(end)].decode(errors="ignore")
         return Service(label + end, self.control, properties)
@@ -298,7 +302,7 @@ class Discovery:
         async for sighting in self._host.lan.browse():
             properties = sighting.service.properties
             node = properties.get("node", "")
-            if not node or node == self._us.node:
+            if not node or node == self._us.node or "coordinated" in properties:
                 continue
             if properties.get("namespace") != self._us.namespace:
                 if not sighting.gone:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from hcsim.cluster.agreement import AcceptorState
-from hcsim.cluster.control_connections import ControlConnections
+from hcsim.cluster.control_connections import ControlConnections, details_of
 from hcsim.cluster.diagnosis import SLOWER, Accusation, ViewFailure
 from hcsim.cluster.discovery import Announcement, Discovery
 from hcsim.cluster.health import FailureDetector, PauseDetector, SleepDetector
@@ -278,18 +278,7 @@ class ClusterNode:
         return StatusReply(membership.status, membership.view, tuple(links), interfaces, facts=facts, heard=heard)
 
     async def details(self, since_s: float) -> Details:
-        """Return the state of this machine and of its work, for a client that watches it."""
-        history = self._history
-        return Details(
-            self._now(),
-            self._host.device.chip,
-            await self._host.readings(),
-            history.title,
-            history.total_steps,
-            self._config.needed,
-            history.steps(since_s),
-            history.messages(since_s),
-        )
+        return await details_of(self._host, self._history, self._config.needed, since_s)
 
     def up(self, hello: NodeHello) -> None:
         status, now = hello.status, self._now()

@@ -14,6 +14,7 @@ from rich.console import Console
 
 from hcsim.cli.watch import drawn
 from hcsim.cluster.control_connections import MOST_WATCHERS
+from hcsim.cluster.coordinator import CoordinatedMembership, Coordinator, CoordinatorPolicy
 from hcsim.cluster.membership_source import NodeInfo
 from hcsim.cluster.messages import SCHEMA, Details, LinkStatus, Status, StatusReply
 from hcsim.cluster.node import ClusterNode
@@ -220,3 +221,59 @@ def test_numbers_that_cannot_be_are_shown_as_unknown(number: float) -> None:
     Console(width=120, file=file).print(drawn(seen[0], 120, 40))
     assert len(file.getvalue().splitlines()) <= 40
     json.loads(msgspec.json.encode(seen[0]), parse_constant=pytest.fail)
+
+
+@pytest.mark.parametrize("peers", [(), ("c:52415",)], ids=["announced", "one address"])
+def test_members_with_a_coordinator_are_seen(peers: tuple[str, ...]) -> None:
+    world, seen, told = World(on_switch(("a", "b", "c"))), list[Overview](), list[StatusClient]()
+
+    async def watch(host: VirtualHost) -> None:
+        coordinator = Coordinator(host, CoordinatorPolicy(workers=2))
+        listener = await host.listen("a:52417")
+        coordinator.open(listener)
+        watch = ClusterWatch(host, "", peers, 1.0, 1.0)
+        for moment_s in (1.5, 8.0, 20.0):
+            await host.clock.sleep(moment_s - host.clock.elapsed())
+            seen.append(seen_now(host, watch))
+            told.append(StatusClient(host, "", 1.0))
+            await told[-1].run(peers, 0.5)
+        await watch.close()
+        await coordinator.close()
+        await listener.close()
+
+    async def work(host: VirtualHost) -> None:
+        await host.clock.sleep(4.0 if host.name == "b" else 0.0)
+        me = NodeInfo(host.name, 1, host.name, f"{host.name}:52415", f"{host.name}:52416")
+        history = RunHistory("digits by ddp", total_steps=5)
+        node = CoordinatedMembership(host, me, "a:52417", history=history, announced=not peers)
+        await node.start()
+        view = await node.view(-1)
+        assert view is not None
+        history.step(HistoryStep(host.clock.elapsed(), 3, 0.5))
+        await host.clock.sleep(12.0 - host.clock.elapsed())
+        history.step(HistoryStep(host.clock.elapsed(), 5, 0.4))
+        await node.leave()
+        await node.stop()
+
+    world.run_on_all(lambda host: watch(host) if host.name == "a" else work(host))
+    waiting, working, done = seen
+    assert (waiting.state, waiting.headline) == ("waiting", "Waiting: 1 machine here, 2 are needed")
+    assert (working.state, working.headline) == ("working", "Working on 2 machines, step 3 of 5")
+    assert sorted((node.name, node.state) for node in working.nodes) == [("b", "member"), ("c", "leads")]
+    assert (done.state, done.headline) == ("done", "Finished: 5 steps")
+    assert [sorted(each.told) for each in told] == [["c"], ["b", "c"], []]
+
+
+def test_a_coordinated_machine_whose_port_is_taken_works_without_being_seen() -> None:
+    world, lines = World(on_switch(("a",))), list[str]()
+
+    async def work(host: VirtualHost) -> None:
+        taken = await host.listen("a:52415")
+        me = NodeInfo("a", 1, "a", "a:52415", "a:52416")
+        node = CoordinatedMembership(host, me, "a:52417", lines.append)
+        await node.start()
+        await node.stop()
+        await taken.close()
+
+    world.run_on_all(work)
+    assert [line.partition(":")[0] for line in lines] == ["`hcsim cluster status` does not see this machine"]

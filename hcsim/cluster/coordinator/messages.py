@@ -79,6 +79,8 @@ class Register(msgspec.Struct, frozen=True):
     """The last generation of the worker: a coordinator that lost its state continues from there."""
     terms: dict[str, str] = {}
     """Start options that all workers must share, where they differ from the defaults."""
+    control: Words = ""
+    """Where it tells status clients how it stands; empty if it does not."""
 
 
 class Registered(msgspec.Struct, frozen=True):
@@ -102,6 +104,7 @@ class GenerationMember(msgspec.Struct, frozen=True):
     """The authenticated node id; empty if nodes are not authenticated."""
     since: int = 0
     """The first of the consecutive generations, in this life, that contain this worker."""
+    control: str = ""
 
 
 class GenerationRoster(msgspec.Struct, frozen=True):

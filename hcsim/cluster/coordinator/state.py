@@ -133,7 +133,9 @@ class WorkerEntry:
     @property
     def peer(self) -> GenerationMember:
         who = self.who
-        return GenerationMember(self.rank, who.worker, who.address, who.life, who.name, who.home, self.node, self.since)
+        return GenerationMember(
+            self.rank, who.worker, who.address, who.life, who.name, who.home, self.node, self.since, who.control
+        )
 
     def turn(self, turn: StageEvent) -> None:
         """Go to the next stage, if the table has a transition for this event."""

@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from hcsim.cluster.control_connections import HELLO_TIMEOUT_S, MESSAGE_LIMIT_BYTES, StatusClients, details_of
 from hcsim.cluster.coordinator import messages
 from hcsim.cluster.coordinator.messages import (
     CommittedCheckpoint,
@@ -34,14 +35,27 @@ from hcsim.cluster.coordinator.messages import (
 )
 from hcsim.cluster.coordinator.state import NEXT
 from hcsim.cluster.diagnosis import Accusation, Diagnosis, Findings, ViewFailure
+from hcsim.cluster.discovery import Announcement
 from hcsim.cluster.health import SleepDetector
 from hcsim.cluster.membership_source import MemberCheck, NodeInfo
+from hcsim.cluster.messages import SCHEMA, Details, Goodbye, LinkStatus, Status, StatusReply, StatusRequest
 from hcsim.cluster.probe import Routes
 from hcsim.cluster.view import JobTerms, Member, View
-from hcsim.errors import CallRefused, ChannelBroken, ChannelError, DeadlineExceeded, HcsimError, UsageError, WorkerLost
+from hcsim.errors import (
+    CallRefused,
+    ChannelBroken,
+    ChannelError,
+    ConfigError,
+    DeadlineExceeded,
+    HcsimError,
+    UsageError,
+    WorkerLost,
+)
+from hcsim.runtime.channel import Channel, Listener
 from hcsim.runtime.clock import fail_future, within
 from hcsim.runtime.host import Host
-from hcsim.transport.admission_queue import one_line
+from hcsim.telemetry.history import RunHistory
+from hcsim.transport.admission_queue import AdmissionQueue, one_line
 from hcsim.transport.groups import CheckedPeer
 from hcsim.transport.rpc import Endpoint, Procedure, ProcedureRegistry
 
@@ -346,15 +360,26 @@ class CoordinatedMembership:
         tell: Callable[[str], None] = lambda what: None,
         terms: JobTerms | None = None,
         patience_s: float = PATIENCE_S,
+        history: RunHistory | None = None,
+        *,
+        announced: bool = False,
     ) -> None:
+        """`announced` is whether status clients find this machine by its announcement on the local network."""
         self._host = host
+        self._me = me
+        self._announced = announced
+        self._history = history or RunHistory()
+        self._clients = StatusClients(host, self)
+        self._admission = AdmissionQueue(host)
+        self._serving: list[asyncio.Task[None]] = []
+        self._links: tuple[LinkStatus, ...] = ()
         self._coordinator = coordinator
         self._tell: Callable[[str], None] = lambda what: tell(one_line(what))
         self._patience_s = patience_s
         self._us = Member(me.node, me.boot, me.name, me.address, me.home)
         self._identified = bool(me.namespace)
         own: Mapping[str, str] = terms or {}
-        self._register = Register(me.node, me.boot, me.address, me.name, me.home, terms=dict(own))
+        self._register = Register(me.node, me.boot, me.address, me.name, me.home, terms=dict(own), control=me.control)
         self._worker: CoordinatorClient | None = None
         self._view: View | None = None
         self._broken = ""
@@ -366,11 +391,80 @@ class CoordinatedMembership:
         self._outcome = ""
 
     async def start(self) -> None:
-        """Do nothing: registration happens at the first request for a view."""
+        """Answer status clients; registration happens at the first request for a view."""
+        try:
+            if self._coordinator.rpartition(":")[2] == self._me.control.rpartition(":")[2]:
+                raise ConfigError("discovery_port is the coordinator's port")  # which may be of this machine
+            listener = await self._host.listen(self._me.control)
+        except HcsimError as error:  # several members may share a machine and its settings
+            self._register = msgspec.structs.replace(self._register, control="")
+            self._tell(f"`hcsim cluster status` does not see this machine: {error}")
+            return
+        self._serving.append(self._host.spawn(self._serve(listener), name="status clients"))
+        if self._announced:
+            self._serving.append(self._host.spawn(self._announce(), name="announce"))
 
     async def stop(self, reason: str = "it was stopped") -> None:
         if self._worker is not None:
             await self._worker.close()
+        for task in self._serving:
+            task.cancel()
+        await asyncio.gather(*self._serving, return_exceptions=True)
+        await self._clients.close()
+        await self._admission.close()
+
+    # Status clients.
+
+    async def _serve(self, listener: Listener) -> None:
+        try:
+            await self._admission.accept(
+                listener, lambda channel, number: self._host.spawn(self._greet(channel), name=f"status client {number}")
+            )
+        finally:
+            await listener.close()
+
+    async def _announce(self) -> None:
+        me = self._me
+        service = Announcement(me.node, me.name, me.namespace, me.boot, me.control, is_coordinated=True).service()
+        try:
+            await self._host.lan.advertise(service)
+        except HcsimError as error:
+            self._host.trace("not announced", str(error))
+            return
+        try:
+            await asyncio.get_running_loop().create_future()
+        finally:
+            await self._host.lan.withdraw(service.name)
+
+    async def _greet(self, channel: Channel) -> None:
+        try:
+            try:
+                channel.limit(MESSAGE_LIMIT_BYTES)
+                async with self._host.clock.timeout(HELLO_TIMEOUT_S):
+                    first = await SCHEMA.recv(channel)
+                    if not isinstance(first, StatusRequest) or first.forget:
+                        text = f"{self._us.name} works with the coordinator at {self._coordinator}, which decides alone"
+                        await SCHEMA.send(channel, Goodbye(text, refused=True))
+                        return
+                    await self._clients.answer(channel, first)
+            finally:
+                self._admission.known(channel)
+            await self._clients.answer_again(channel)
+        except (HcsimError, TimeoutError) as error:
+            self._host.trace("status client", channel.peer, str(error))
+        finally:
+            self._clients.left(channel)
+            await channel.close()
+
+    def asked(self, ask: StatusRequest) -> StatusReply:
+        view = self._view or View("", 0, (self._us,))
+        status = Status(self._us, self._me.control, view.lineage, view.epoch, len(view.members), view.formed)
+        facts = None if self._me.facts is None else self._me.facts()
+        return StatusReply(status, view, self._links, self._host.interfaces(), facts=facts)
+
+    async def details(self, since_s: float) -> Details:
+        needed = 0 if self._worker is None or self._worker.rank < 0 else self._worker.policy.needed
+        return await details_of(self._host, self._history, needed, since_s)
 
     @property
     def us(self) -> Member:
@@ -478,6 +572,11 @@ class CoordinatedMembership:
                 f"the coordinator at {self._coordinator} takes us for another machine in view {view.epoch}"
             )
         self._view, self._broken, self._to_check = view, "", False
+        self._links = tuple(
+            LinkStatus(peer.node or peer.worker, peer.name or peer.worker, peer.control, "", None, "")
+            for peer in peers
+            if peer.control and peer.worker != self._us.node
+        )
         self._diagnosis.entered()
         self._diagnosis.began(view.epoch, self._host.clock.elapsed())
         names = ", ".join(member.name for member in members)

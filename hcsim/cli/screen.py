@@ -6,6 +6,7 @@ line; each repeat gets a line of its own instead.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -42,6 +43,16 @@ class Screen(Console):
             raise SystemExit(UNREAD) from None
 
 
+_under_progress: list[Screen] = []
+"""The consoles that show a progress line: what is printed beside them would end up in the line."""
+
+
+def _console(*, stderr: bool) -> Screen:
+    if _under_progress and (stderr or sys.stdout.isatty()):
+        return _under_progress[-1]
+    return Screen(stderr=stderr)
+
+
 def _text(message: str) -> Text:
     """Return the message without terminal control sequences: many messages contain names and reasons of other
     machines."""
@@ -55,18 +66,17 @@ def cell(content: str) -> str:
 
 def complain(message: str) -> None:
     """Show an error."""
-    console = Screen(stderr=True, soft_wrap=True)
-    console.print(Text.assemble(("error: ", "bold red"), _text(message)))
+    _console(stderr=True).print(Text.assemble(("error: ", "bold red"), _text(message)), soft_wrap=True)
 
 
 def note(message: str) -> None:
     """Show a message that is not a result."""
-    Screen(stderr=True, soft_wrap=True).print(_text(message))
+    _console(stderr=True).print(_text(message), soft_wrap=True)
 
 
 def say(line: str) -> None:
     """Show a line of the result."""
-    Screen(soft_wrap=True).print(_text(line))
+    _console(stderr=False).print(_text(line), soft_wrap=True)
 
 
 def show(table: Table) -> None:
@@ -91,16 +101,21 @@ class ProgressLine:
         self._what = what
         self._count = count
         self._log = log
-        self._console = Screen(stderr=True, soft_wrap=True)
+        self._console = Screen(stderr=True)
         self._status: Status | None = self._console.status("starting") if self._console.is_terminal else None
 
     def __enter__(self) -> ProgressLine:
         if self._status is not None:
+            results = sys.stdout
             self._status.start()
+            _under_progress.append(self._console)
+            if not results.isatty():  # rich would show on the terminal what is written to a file
+                sys.stdout = results
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         if self._status is not None:
+            _under_progress.remove(self._console)
             self._status.stop()
 
     def waiting(self, names: Sequence[str]) -> None:
@@ -112,22 +127,24 @@ class ProgressLine:
         self._show(f"{self._what} {lap.number} of {self._count}: {duration(lap.seconds)}")
 
     def point(self, point: Point) -> None:
-        """Show the progress of a training. Without a terminal, show only the steps at which the model was evaluated."""
-        if self._status is not None or point.score is not None:
-            looked_at = "" if point.score is None else f", held-out {point.score.loss:.4f}"
-            how_far = f"{self._what} {point.step} of {self._count}"
-            self._show(f"{how_far}: loss {point.loss:.4f}{looked_at}, {duration(point.time_s)}")
+        """Show the progress of a training. Only the steps at which the model was evaluated are logged, or shown
+        without a terminal."""
+        looked_at = "" if point.score is None else f", held-out {point.score.loss:.4f}"
+        how_far = f"{self._what} {point.step} of {self._count}"
+        line = f"{how_far}: loss {point.loss:.4f}{looked_at}, {duration(point.time_s)}"
+        self._show(line, passing=point.score is None)
 
     def together(self, point: Point) -> None:
         """Show the progress of an elastic training: the number of members, and the parts of the step's time."""
         if self._status is None and point.score is None:
-            return
+            return  # every step of a long run comes here
         spent = ", ".join(f"{what} {duration(seconds)}" for what, seconds in point.spent_s.items() if what != "whole")
         looked_at = "" if point.score is None else f", held-out {point.score.loss:.4f}"
         members = counted(point.ranks, "member")
         self._show(
             f"{self._what} {point.step} of {self._count}: {members}, loss {point.loss:.4f}{looked_at}, "
-            f"{duration(point.spent_s.get('whole', 0.0))} a step ({spent}), {size(point.sent_bytes)} sent"
+            f"{duration(point.spent_s.get('whole', 0.0))} a step ({spent}), {size(point.sent_bytes)} sent",
+            passing=point.score is None,
         )
 
     def phase(self, what: str) -> None:
@@ -137,12 +154,15 @@ class ProgressLine:
     def news(self, line: str) -> None:
         """Show an event that stays on the screen."""
         self._log(line)
-        self._console.print(_text(line))
+        self._console.print(_text(line), soft_wrap=True)
 
-    def _show(self, line: str) -> None:
+    def _show(self, line: str, *, passing: bool = False) -> None:
+        """Show a line until the next one. One in passing is worth no place in a log."""
         if self._status is not None:
             self._status.update(_text(line))
-        else:
+            if not passing:
+                self._log(line)
+        elif not passing:
             self.news(line)
 
 

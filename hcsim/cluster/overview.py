@@ -184,6 +184,8 @@ def watched(title: str, watch: ClusterWatch, now_s: float, offset_s: float) -> O
     seen = overview(title, now_s, reports, news, watch.refusals)
     if seen.state != "nobody":
         return seen
+    if watch.looks_still:
+        return msgspec.structs.replace(seen, state="waiting", headline="Looking for the cluster")
     failures = [watch.failure] if watch.failure else []
     failures += [f"{address} does not answer: {why}" for address, why in watch.silent.items()]
     hint = "does `hcsim run --real` run on a machine? If it does, name one with --peer"

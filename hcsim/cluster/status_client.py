@@ -56,6 +56,8 @@ MOST_ASKED = 64
 """The maximum number of announced addresses to query: anybody may have announced anything."""
 MOST_NODES = 256
 """The maximum number of addresses to query, those included that nodes report."""
+LOOK_S = 3.0
+"""How long announcements may take to come."""
 MOST_IN_VAIN = 10
 """How often an address is asked in vain before another one may take its place."""
 REFUSED_S = 10.0
@@ -280,6 +282,7 @@ class ClusterWatch:
         """Which nodes ceased to answer, or answer again, on the client's clock."""
         for address in peers:
             self._watch(address)
+        self._began_s = host.clock.elapsed()
         self._looking = host.spawn(self._look(), name="look around")
 
     @property
@@ -292,6 +295,11 @@ class ClusterWatch:
                 if node not in found or (found[node].answers, found[node].heard_s) < (each.answers, each.heard_s):
                     found[node] = each
         return tuple(found[node] for node in sorted(found))
+
+    @property
+    def looks_still(self) -> bool:
+        """Whether it has not looked around for long enough to say that nobody is here."""
+        return not self.silent and self._host.clock.elapsed() < self._began_s + LOOK_S
 
     @property
     def silent(self) -> dict[str, str]:

@@ -10,11 +10,13 @@ import pytest
 from rich.console import Console
 
 from hcsim.cli.watch import drawn, duration_left, sparkline
+from hcsim.cluster.membership_source import NodeInfo
 from hcsim.cluster.node import ClusterNode
 from hcsim.cluster.overview import EventOverview, NodeOverview, NodeState, Overview, TrainingOverview, watched
-from hcsim.cluster.status_client import ClusterWatch
+from hcsim.cluster.status_client import LOOK_S, ClusterWatch
 from hcsim.config import Crash
 from hcsim.units import Seconds
+from hcsim.virtual.host import VirtualHost
 from tests.cluster.nodes import Party
 
 ABC = ("a", "b", "c")
@@ -83,8 +85,17 @@ def test_a_cluster_that_is_too_small_says_how_many_machines_it_needs() -> None:
     assert (seen.state, seen.headline) == ("waiting", "Waiting: 2 machines here, 3 are needed")
 
 
+class Foreign(Party):
+    """Nodes of another cluster than the one that is watched."""
+
+    def node(self, host: VirtualHost) -> ClusterNode:
+        me = NodeInfo(host.name, 1, host.name, f"{host.name}:52415", f"{host.name}:52416", "another")
+        return ClusterNode(host, me, self.config)
+
+
 def test_nobody_answers() -> None:
-    (seen,) = seen_by_a(Party(("a",), faults=[]), 0.0)
+    at_once, seen = seen_by_a(Foreign(("a",)), 0.0, LOOK_S + 1.0)
+    assert (at_once.state, at_once.headline) == ("waiting", "Looking for the cluster")
     assert (seen.state, seen.nodes) == ("nobody", ())
     assert "name one with --peer" in seen.hint
 

@@ -128,6 +128,52 @@ def test_what_cannot_be_done_is_refused_and_the_group_goes_on(in_world: InWorld)
         assert total == 2
 
 
+HELD = """
+    rank, length = dist.init().rank(), 5 << 20
+    held, views, graphs, last = [], [], [], None
+    for number in range(12):
+        mine = mx.full((length,), number + rank, mx.float32 if number % 4 else mx.int32)
+        last = dist.average_gradients({"a": mine, "b": mine[:3]}) if number % 2 else {"a": dist.all_sum(mine)}
+        if number % 3 == 0:
+            held.append((last["a"], 2 * number + 1 if number % 2 == 0 else number + 0.5))
+        elif number % 3 == 1:
+            views.append((last["a"][-2:], 2 * number + 1 if number % 2 == 0 else number + 0.5))
+        else:
+            graphs.append((last["a"].reshape(2, -1) * 2, 4 * number + 2 if number % 2 == 0 else 2 * number + 1))
+    tell([[[each.min().item(), each.max().item()], value] for each, value in held + views + graphs])
+"""
+
+
+@pytest.mark.slow
+def test_large_results_stay_as_they_are_while_anything_has_them(on_ranks: OnRanks) -> None:
+    for rank in on_ranks(2, HELD):
+        assert len(rank.value) == 12
+        for found, expected in rank.value:
+            assert found == [expected, expected]
+
+
+REUSED = """
+    import resource
+
+    length, faults, total = 16 << 20, [], mx.ones(1)
+    for number in range(9):
+        mine = mx.ones(length)
+        mx.eval(mine)
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        total = dist.all_sum(mine)
+        faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+        assert total[-1].item() == 2
+    tell([sum(faults[3:]), 4 * length // resource.getpagesize()])
+"""
+
+
+@pytest.mark.slow
+def test_large_results_take_the_memory_of_earlier_ones(on_ranks: OnRanks) -> None:
+    for rank in on_ranks(2, REUSED):
+        faults, pages = rank.value
+        assert faults < pages  # six fresh results would be six times their pages
+
+
 @pytest.mark.slow
 def test_both_worlds_give_the_same_bits(on_ranks: OnRanks, simulated: OnRanks) -> None:
     sums = """

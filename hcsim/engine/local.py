@@ -56,18 +56,22 @@ class NetworkSettings(msgspec.Struct, frozen=True):
     insecure: bool = False
 
 
-def network_settings(environment: Mapping[str, str]) -> NetworkSettings:
-    """Return the settings from the variables that torchrun and the user set."""
+def network_settings(
+    environment: Mapping[str, str], ours: Sequence[str] = (), others: Sequence[str] = ()
+) -> NetworkSettings:
+    """Return the settings from the variables that torchrun and the user set. If the hosts of all ranks are known,
+    `ours` are this process's and `others` those of its peers."""
     name = environment.get(CLUSTER, "")
     insecure = environment.get(INSECURE, "") not in ("", "0")
-    given = tuple(filter(None, environment.get(ADDRESSES, "").split(",")))
+    given = tuple(ours or filter(None, environment.get(ADDRESSES, "").split(",")))
     hosts = given or (("127.0.0.1",) if _all_here(environment) else reachable_at(list_interfaces()))
     if name:
         # Several ranks may run on this machine, and its own node beside them.
         return NetworkSettings(hosts, beside_a_node(load_credentials(default_home(), name, host_name())), insecure)
-    if not insecure and not all(_is_loopback(host) for host in hosts):
+    reached = tuple(dict.fromkeys((*hosts, *others)))
+    if not insecure and not all(_is_loopback(host) for host in reached):
         raise ConfigError(
-            f"the ranks of this program are on several machines ({', '.join(hosts)}), and nothing protects what they"
+            f"the ranks of this program are on several machines ({', '.join(reached)}), and nothing protects what they"
             f" send: set {CLUSTER} to a cluster that all of them have joined (hcsim cluster create), or {INSECURE}=1"
             " where you trust everybody on the network"
         )
@@ -87,7 +91,7 @@ def _all_here(environment: Mapping[str, str]) -> bool:
 
 def _is_loopback(host: str) -> bool:
     try:
-        return ipaddress.ip_address(socket.gethostbyname(host)).is_loopback
+        return ipaddress.ip_address(host if ":" in host else socket.gethostbyname(host)).is_loopback
     except (OSError, ValueError):
         return False
 
@@ -331,12 +335,12 @@ def _meet(place: GroupSpec, store: RendezvousStore, ours: str) -> tuple[str, ...
 _engines: dict[int, LocalEngine] = {}
 
 
-def local_engine(hosts: Sequence[str] = ()) -> LocalEngine:
+def local_engine(ours: Sequence[str] = (), others: Sequence[str] = ()) -> LocalEngine:
     """Return this process's engine; a forked child gets its own.
 
-    The first call may say at which hosts the other ranks reach this process, in place of the environment."""
+    The first call may say at which hosts the other ranks reach this process, and at which it reaches them, in place of
+    the environment."""
     process = os.getpid()
     if process not in _engines:
-        environment = {**os.environ, ADDRESSES: ",".join(hosts)} if hosts else os.environ
-        _engines[process] = LocalEngine(network_settings(environment))
+        _engines[process] = LocalEngine(network_settings(os.environ, ours, others))
     return _engines[process]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from pathlib import Path
@@ -22,7 +23,7 @@ import msgspec
 from hcsim.calls import GroupCall
 from hcsim.collectives.buffers import Array
 from hcsim.engine import EngineGroup, GroupSpec, PendingCall, chosen_engine, given_store
-from hcsim.errors import ConfigError, UsageError
+from hcsim.errors import ConfigError, HcsimError, UsageError
 from hcsim.mlx.arrays import MlxArray, Writable, evaluate, read
 from hcsim.runtime.address import address_at, split_address
 
@@ -41,7 +42,7 @@ class Group:
         self._ranks = ranks
         self._splits = 0
         if line is not None:
-            atexit.register(self.flush)
+            atexit.register(self._flush_at_exit)
         self._sending: list[tuple[PendingCall, MlxArray]] = []
         """Messages that nobody may have received yet. The arrays are held, so that their memory stays as it is."""
 
@@ -87,6 +88,13 @@ class Group:
     def flush(self) -> None:
         """Wait until all messages have been received."""
         self._collect([pending for pending, _ in self._sending])
+
+    def _flush_at_exit(self) -> None:
+        try:
+            self.flush()
+        except (HcsimError, KeyboardInterrupt) as error:
+            reason = str(error) or "interrupted"
+            print(f"hcsim: what this program sent has not been received: {reason}", file=sys.stderr)
 
     def _collect(self, ended: list[PendingCall]) -> None:
         self._sending = [sent for sent in self._sending if not any(sent[0] is pending for pending in ended)]
@@ -220,7 +228,8 @@ def _joined_at(hostfile: str, given_rank: str, timeout_s: float) -> EngineGroup:
     if not given_rank.isdecimal() or int(given_rank) >= len(addresses):
         raise ConfigError(f"MLX_RANK={given_rank}: {hostfile} has the ranks 0 to {len(addresses) - 1}")
     rank, size = int(given_rank), len(addresses)
-    local = local_engine([host for hosts, _ in addresses for host in hosts])
+    others = [host for hosts, _ in addresses[:rank] + addresses[rank + 1 :] for host in hosts]
+    local = local_engine(addresses[rank][0], others)
     place = GroupSpec(_NAME, rank, size, timeout_s, None, tuple(range(size)))
     return local.open_at(place, tuple(address_at(hosts, port) for hosts, port in addresses))
 

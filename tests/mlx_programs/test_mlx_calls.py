@@ -211,6 +211,25 @@ def test_a_rank_that_is_killed_is_named_on_the_others(on_ranks: OnRanks) -> None
         assert "rank 1" in said
 
 
+DIED_AT_THE_END = """
+    rank = dist.init().rank()
+    dist.all_sum(mx.ones(4))
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.send(mx.ones(1 << 20), 1)
+    tell("sent")
+"""
+
+
+@pytest.mark.slow
+def test_a_message_that_nobody_received_is_one_line_at_the_end(on_ranks: OnRanks) -> None:
+    first, _ = on_ranks(2, DIED_AT_THE_END)
+    assert first.value == "sent"
+    (line,) = first.errors.splitlines()
+    assert line.startswith("hcsim: what this program sent has not been received: ")
+    assert "rank 1" in line
+
+
 ALONE = """
 import json
 import mlx.core as mx

@@ -35,6 +35,13 @@ def test_ranks_on_several_machines_are_refused_without_protection() -> None:
         network_settings(ELSEWHERE)
 
 
+def test_a_process_is_reached_at_its_own_hosts_and_protected_by_those_of_all() -> None:
+    assert network_settings({}, ["127.0.0.1"], ["127.0.0.1", "::1"]).hosts == ("127.0.0.1",)
+    with pytest.raises(ConfigError, match=r"several machines \(127\.0\.0\.1, 192\.0\.2\.7\)"):
+        network_settings({}, ["127.0.0.1"], ["192.0.2.7"])
+    assert network_settings({"HCSIM_INSECURE": "1"}, ["192.0.2.8"], ["192.0.2.7"]).hosts == ("192.0.2.8",)
+
+
 def test_who_trusts_the_network_says_so() -> None:
     way = network_settings({**ELSEWHERE, "HCSIM_INSECURE": "1"})
     assert way.hosts == ("192.0.2.7",)

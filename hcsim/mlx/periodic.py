@@ -30,11 +30,12 @@ from hcsim.mlx.arrays import evaluate, read
 from hcsim.mlx.gradients import NONE, GradientCompression
 from hcsim.mlx.group import Group, whole
 from hcsim.training.optimizer import Optimizer, Sgd
+from hcsim.training.periodic import PeriodicExchange, sample_weight
 
 _OUTER = Sgd(lr=0.7, momentum=0.9, nesterov=True)
 
 
-class DiLoCo:
+class DiLoCo(PeriodicExchange):
     """The ranks exchange their changes on every `every`-th call of `step`."""
 
     def __init__(
@@ -47,52 +48,28 @@ class DiLoCo:
         compressor: str = NONE,
     ) -> None:
         """All ranks begin with rank 0's parameters. `outer` is an optimizer of hcsim; it works on float32."""
-        if every < 1:
-            raise UsageError(f"ranks exchange their changes every 1, 2, … steps, not every {every}")
+        super().__init__(every)
         self._model = model
-        self._every = every
         self._group = whole(group)
         self._compression = None
         if compressor != NONE:
             self._compression = GradientCompression(compressor, group=self._group, name="diloco")
-        self._steps = 0
-        self._samples = 0
         self._anchor = self._flat()
         if self._group.size() > 1:
             self._group.start(GroupCall(operation="broadcast"), self._anchor).wait(None)
         self._write()
         self._outer = outer.open(self._anchor)
 
-    @property
-    def steps(self) -> int:
-        """Inner steps since the last exchange."""
-        return self._steps
-
-    def step(self, samples: int = 1) -> bool:
-        """Count an inner step on `samples` samples; return whether the ranks have exchanged. All ranks must call
-        this alike."""
-        self._steps += 1
-        self._samples += samples
-        if self._steps < self._every:
-            return False
-        self.exchange()
-        return True
-
-    def exchange(self) -> None:
-        """Exchange now, whatever the number of steps, for example at the end of a run. Ranks are weighted by their
-        samples."""
-        if not self._steps:
-            return
+    def _exchange(self, samples: int) -> None:
         went = self._anchor - self._flat()
         if self._group.size() > 1:
-            seen = np.array([self._samples], np.int64)
+            seen = np.array([samples], np.int64)
             self._group.start(GroupCall(operation="all_reduce"), seen).wait(None)
-            went *= np.float32(self._samples * self._group.size() / max(int(seen[0]), 1))
+            went *= np.float32(sample_weight(samples, int(seen[0]), self._group.size()))
             call = GroupCall(operation="all_reduce", op="mean", compression=self._how())
             self._group.start(call, went).wait(None)
         self._outer.step(went)
         self._write()
-        self._steps = self._samples = 0
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that a checkpoint needs beside the model and the inner optimizer. With a compressor it

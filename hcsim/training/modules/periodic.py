@@ -21,8 +21,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from hcsim.training.periodic import PeriodicExchange, sample_weight
 
-class DiLoCo:
+
+class DiLoCo(PeriodicExchange):
     """The ranks exchange their changes on every `every`-th call of `step`."""
 
     def __init__(
@@ -36,14 +38,10 @@ class DiLoCo:
     ) -> None:
         """All ranks begin with rank 0's parameters. `outer` makes the outer optimizer of a list of tensors.
         `exchange` averages a flat tensor over the ranks, in place, in place of a plain all-reduce."""
-        if every < 1:
-            raise ValueError(f"ranks talk every 1, 2, … steps, not every {every}")
+        super().__init__(every)
         self._parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        self._every = every
         self._group = group
-        self._exchange = exchange or self._average
-        self._steps = 0
-        self._samples = 0
+        self._to_mean = exchange or self._average
         with torch.no_grad():
             self._anchor = _flat(self._parameters)
             dist.broadcast(self._anchor, group_src=0, group=group)
@@ -53,37 +51,16 @@ class DiLoCo:
             outer([self._anchor]) if outer else torch.optim.SGD([self._anchor], lr=0.7, momentum=0.9, nesterov=True)
         )
 
-    @property
-    def steps(self) -> int:
-        """Inner steps since the last exchange."""
-        return self._steps
-
-    def step(self, samples: int = 1) -> bool:
-        """Count an inner step on `samples` samples; return whether the ranks have exchanged. All ranks must call
-        this alike."""
-        self._steps += 1
-        self._samples += samples
-        if self._steps < self._every:
-            return False
-        self.exchange()
-        return True
-
     @torch.no_grad()
-    def exchange(self) -> None:
-        """Exchange now, whatever the number of steps, for example at the end of a run. Ranks are weighted by their
-        samples."""
-        if not self._steps:
-            return
-        seen = torch.tensor([self._samples], device=self._anchor.device)
+    def _exchange(self, samples: int) -> None:
+        seen = torch.tensor([samples], device=self._anchor.device)
         dist.all_reduce(seen, group=self._group)
-        weight = self._samples * dist.get_world_size(self._group) / max(int(seen), 1)
-        went = (self._anchor - _flat(self._parameters)).mul_(weight)
-        self._exchange(went)
+        went = self._anchor - _flat(self._parameters)
+        self._to_mean(went.mul_(sample_weight(samples, int(seen), dist.get_world_size(self._group))))
         self._anchor.grad = went
         self._outer.step()
         self._anchor.grad = None
         _unflat(self._anchor, self._parameters)
-        self._steps = self._samples = 0
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that a checkpoint needs beside the module and the inner optimizer."""

@@ -228,8 +228,15 @@ class LocalEngine:
         self._thread = threading.Thread(target=self._loop.run_forever, name="hcsim", daemon=True)
         self._thread.start()
         self._work = ExitStack()
-        self._work.enter_context(at_work())
-        self._host = self.run(self._make_host())
+        try:
+            self._work.enter_context(at_work())
+            self._host = self.run(self._make_host())
+        except BaseException:
+            self._work.close()
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
+            raise
         atexit.register(self._leave)
         os.register_at_fork(after_in_child=self._stay_behind)
 

@@ -39,12 +39,14 @@ def raise_descriptors() -> None:
 
 
 class PowerAssertion:
-    """Keeps the machine awake for the work of this process, however many parts it has."""
+    """Keeps the machine awake for the work of this process, however many parts it has. A forked child holds one of its
+    own, so the machine stays awake until the last process has ended its work."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._holders = 0
         self._caffeinate: subprocess.Popen[bytes] | None = None
+        os.register_at_fork(after_in_child=self._leave_to_the_parent)
 
     @contextmanager
     def held(self, tell: Callable[[str], None], system: str | None = None) -> Iterator[None]:
@@ -53,6 +55,7 @@ class PowerAssertion:
         if (system or sys.platform) != "darwin":
             yield
             return
+        holder = os.getpid()
         with self._lock:
             self._holders += 1
             if self._holders == 1:
@@ -60,10 +63,17 @@ class PowerAssertion:
         try:
             yield
         finally:
-            with self._lock:
-                self._holders -= 1
-                if not self._holders:
-                    self._end()
+            if os.getpid() == holder:  # a child that was forked inside leaves it to its parent
+                with self._lock:
+                    self._holders -= 1
+                    if not self._holders:
+                        self._end()
+
+    def _leave_to_the_parent(self) -> None:
+        self._lock, self._holders = threading.Lock(), 0
+        parents, self._caffeinate = self._caffeinate, None
+        if parents is not None:
+            parents.returncode = 0  # only its parent can wait for it
 
     def _begin(self, tell: Callable[[str], None]) -> None:
         command = ("caffeinate", "-is", "-w", str(os.getpid()))

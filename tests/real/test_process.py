@@ -7,6 +7,7 @@ import os
 import resource
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager
@@ -15,9 +16,10 @@ from pathlib import Path
 import pytest
 
 from hcsim.cluster.coordinator import CoordinatorPolicy
+from hcsim.engine.local import LocalEngine, NetworkSettings
 from hcsim.launch.real import RealNode, real_group, real_member, serve_coordinator
-from hcsim.real.keys import new_secret, save_secret
-from hcsim.real.process import MOST_DESCRIPTORS, PowerAssertion, reachable_descriptors
+from hcsim.real.keys import load_credentials, new_secret, save_secret
+from hcsim.real.process import MOST_DESCRIPTORS, PowerAssertion, at_work, reachable_descriptors
 
 CAFFEINATE = """#!/bin/sh
 echo "$$ $@" >> "$(dirname "$0")/started"
@@ -63,6 +65,13 @@ def lives(process: str) -> bool:
     except ProcessLookupError:
         return False
     return True
+
+
+def ended(process: str) -> None:
+    until = time.monotonic() + 5
+    while lives(process):
+        assert time.monotonic() < until, "caffeinate goes on"
+        time.sleep(0.01)
 
 
 def test_a_mac_stays_awake_while_it_works_and_no_longer(caffeinate: Path) -> None:
@@ -150,6 +159,59 @@ def test_ranks_nodes_and_coordinators_keep_their_machine_awake(
             return process
 
     assert not lives(asyncio.run(main()))
+
+
+FORKING = """
+import os, sys
+from hcsim.real.process import at_work
+sys.platform = "darwin"
+until = int(sys.argv[1])
+with at_work():
+    if os.fork():
+        os.close(until)
+        sys.stdin.read()
+    else:
+        sys.stdin.close()
+        with at_work():
+            os.read(until, 1)
+"""
+
+
+@pytest.mark.parametrize("first", ["parent", "child"])
+def test_each_of_forked_processes_keeps_the_machine_awake_until_its_own_end(first: str, caffeinate: Path) -> None:
+    until, child_ends = os.pipe()
+    with (
+        subprocess.Popen(
+            [sys.executable, "-c", FORKING, str(until)], stdin=subprocess.PIPE, pass_fds=[until]
+        ) as forking,
+        ExitStack() as stack,
+    ):
+        os.close(until)
+        assert forking.stdin is not None
+        ends = {"child": stack.enter_context(os.fdopen(child_ends, "wb")), "parent": forking.stdin}
+        of_process = {arguments[-1]: process for process, *arguments in starts(caffeinate, 2)}
+        awake = {"parent": of_process.pop(str(forking.pid)), "child": next(iter(of_process.values()))}
+        second = "child" if first == "parent" else "parent"
+        ends[first].close()
+        ended(awake[first])
+        assert lives(awake[second])
+        ends[second].close()
+        ended(awake[second])
+
+
+def test_a_process_whose_network_cannot_begin_lets_its_machine_sleep(
+    caffeinate: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    save_secret(tmp_path / "key", "home", new_secret())
+    proved = load_credentials(tmp_path / "key", "home", "here")
+    with monkeypatch.context() as context:
+        context.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
+        with pytest.raises(OSError, match="gone"):
+            LocalEngine(NetworkSettings(("127.0.0.1",), proved))
+    with at_work():
+        *_, (process, *_) = starts(caffeinate)
+    ended(process)
 
 
 @pytest.mark.parametrize(

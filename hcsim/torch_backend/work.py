@@ -62,6 +62,12 @@ def translated(error: BaseException) -> BaseException:
 
 
 T = TypeVar("T")
+S = TypeVar("S")
+
+
+def _in_backward() -> bool:
+    """Return whether this thread runs a backward pass."""
+    return torch._C._current_graph_task_id() != -1
 
 
 class BackwardFuture(torch.futures.Future[T]):
@@ -80,6 +86,19 @@ class BackwardFuture(torch.futures.Future[T]):
             self._complete()
         return super().wait()
 
+    def then(self, callback: Callable[[torch.futures.Future[T]], S]) -> torch.futures.Future[S]:
+        """Return a future of what the callback makes of this one, whose `wait` completes this one too: what torch
+        returns would wait for the end of the pass in the thread that has to come to it."""
+        if self.done() or not _in_backward():
+            return super().then(callback)
+
+        def follow() -> S:
+            with suppress(Exception):  # which the callback finds in this future
+                self._complete()
+            return callback(self)
+
+        return BackwardFuture(follow)
+
     def _complete(self) -> None:
         if not self.done():
             try:
@@ -93,7 +112,7 @@ class BackwardFuture(torch.futures.Future[T]):
 
 def future_in_turn(outcome: Callable[[], T]) -> torch.futures.Future[T]:
     """Return a future whose outcome, and what follows from it, is found in the threads of the program."""
-    if torch._C._current_graph_task_id() != -1:  # during a backward pass
+    if _in_backward():
         return BackwardFuture(outcome)
     over: torch.futures.Future[None] = torch.futures.Future()
     future = over.then(lambda _: outcome())

@@ -142,15 +142,25 @@ def averaged_in_the_hook(group, bucket):  # DDP compares annotations with its cl
     return future.then(lambda done: done.value()[0])
 
 
+def awaited_in_the_hook(group, bucket):
+    """Wait for what is made of the sum before the backward pass has ended, and for what is made of that."""
+    summed = dist.all_reduce(bucket.buffer(), group=group, async_op=True).get_future()
+    halved = summed.then(lambda done: done.value()[0].div_(group.size()))
+    doubled = halved.then(lambda done: done.value() * 2)
+    assert torch.equal(doubled.wait(), halved.wait() * 2)
+    return halved
+
+
 HOOKS: dict[str, Callable[[nn.Module, Staging], tuple[Any, Any]]] = {
     "none": lambda model, staging: (None, None),
     "two levels": lambda model, staging: (Hierarchy.of([[0], [1]], within="gloo", staging=staging), hierarchy_hook),
     "waits": lambda model, staging: (dist.group.WORLD, averaged_in_the_hook),
+    "waits for what follows": lambda model, staging: (dist.group.WORLD, awaited_in_the_hook),
     "compressed": lambda model, staging: (CompressionState(model, "topk:1"), compression_hook),
     "halves": lambda model, staging: (None, fp16_compress_hook),
     "powersgd": lambda model, staging: (PowerSGDState(None, start_powerSGD_iter=2), powerSGD_hook),
 }
-EXACT = ("none", "two levels", "waits", "compressed")
+EXACT = ("none", "two levels", "waits", "waits for what follows", "compressed")
 
 
 def train(us: Meeting, device: str, hook: str, views: bool) -> None:
@@ -184,6 +194,29 @@ def train(us: Meeting, device: str, hook: str, views: bool) -> None:
 @pytest.mark.parametrize(("hook", "views"), [(hook, hook == "none") for hook in HOOKS] + [("none", False)])
 def test_ddp_copies_gradients_in_autograds_thread(ranks: Ranks, device: str, hook: str, views: bool) -> None:
     ranks.run(train, device, hook, views, size=2, backend="")
+
+
+def failing_in_what_follows(group, bucket):
+    def fail(done):
+        raise RuntimeError("this hook fails")
+
+    return dist.all_reduce(bucket.buffer(), group=group, async_op=True).get_future().then(fail)
+
+
+def fail_in_the_hook(us: Meeting, device: str) -> str:
+    meet(us, device)
+    parallel = DistributedDataParallel(made().to(device), bucket_cap_mb=0.002)
+    parallel.register_comm_hook(dist.group.WORLD, failing_in_what_follows)
+    inputs, targets = (each.to(device) for each in batch(0, us.rank, us.size))
+    with pytest.raises(RuntimeError) as raised:
+        loss_of(parallel(inputs), targets).backward()
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_backward_pass_ends_with_the_error_of_a_hook(ranks: Ranks, device: str) -> None:
+    for said in ranks.run(fail_in_the_hook, device, size=2, backend=""):
+        assert "this hook fails" in said
 
 
 def lose(us: Meeting, device: str) -> str:

@@ -108,7 +108,7 @@ def _checks() -> Mapping[str, Check]:
         found[f"collectives:{name}"] = Check(partial(within, partial(_same_collectives, arena)), 60.0, remedy)
     return found | {
         "compressors": Check(_compressors, 60.0, _REBUILD),
-        "disk": Check(_disk, 30.0, "free some disk space; let TMPDIR be on a local disk"),
+        "disk": Check(_disk, 60.0, "free some disk space; let TMPDIR be on a local disk"),
         "mdns": Check(_mdns, 30.0, "allow multicast in the firewall (UDP 5353); or name the others: [cluster] peers"),
         "processes": Check(_processes, 60.0, _REPORT),
         "device": Check(_device, 60.0, "update macOS and torch; meanwhile --set device=cpu"),

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
@@ -139,7 +140,41 @@ def check_disk() -> str:
         again.close()
         left = sorted(path.name for path in folder.iterdir() if path.name.startswith("."))
         require(not left, f"nothing half-written is left over: {left}")
-    return f"8 MiB are written, flushed to the disk and named in {1000 * took_s:.0f} ms"
+        checkpoints = _check_checkpoints(Path(name, "checkpoints"))
+    return f"8 MiB are written, flushed to the disk and named in {1000 * took_s:.0f} ms; {checkpoints}"
+
+
+def _check_checkpoints(folder: Path) -> str:
+    """Check that a torch program goes on from what it saved last and is whole, and is told of what is not."""
+    if not _has_torch():
+        return "no checkpoints, as torch is not installed"
+    import torch
+
+    from hcsim.checkpoints.loader import load
+    from hcsim.checkpoints.saver import Saver
+
+    model, other = torch.nn.Linear(512, 512), torch.nn.Linear(512, 512)
+    saver = Saver(folder, model)
+    saved = []
+    for step in (1, 2):
+        torch.nn.init.normal_(model.weight)
+        saved.append(model.weight.detach().clone())
+        saver.save(step)
+    saver.wait()
+    found = load(folder)
+    found.restore(other)
+    require(found.step == 2 and torch.equal(other.weight, saved[1]), "the last checkpoint reads as it was saved")
+    *_, newest = sorted(folder.rglob("*.safetensors"))
+    content = bytearray(newest.read_bytes())
+    content[len(content) // 2] ^= 1
+    newest.write_bytes(content)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        found = load(folder)
+    found.restore(other)
+    require(found.step == 1 and torch.equal(other.weight, saved[0]), "a damaged checkpoint is passed over")
+    require(any("step 1 is loaded" in str(each.message) for each in told), "and the damage is told")
+    return "two checkpoints of a torch program too, of which the damaged one is passed over"
 
 
 _SCRIPT = """\

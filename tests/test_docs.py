@@ -16,6 +16,7 @@ import pytest
 from docs.tools.architecture import FILE, drawing
 from experiments.study.grid import load_sweep
 from hcsim.config import FAULTS, Training, parse_scenario
+from hcsim.selftest.checks import CHECKS
 from tests.page import Wrong, blocks, compare, file_of, is_run, parse_page, run_page
 from tests.torch_backend.ranks import Ranks
 
@@ -225,3 +226,20 @@ def test_what_a_document_points_to_is_there(file: Path) -> None:
 
 def test_the_readme_is_read_in_a_few_minutes() -> None:
     assert len(TEXTS["README.md"].splitlines()) <= 150
+
+
+def test_the_checks_that_the_page_on_macos_names_are_there() -> None:
+    text = TEXTS["docs/reference/macos.md"]
+    named = re.findall(r"`(tests/[^`:]+\.py)(?:::(\w+))?`", text)
+    assert len(named) > 30
+    for file, test in named:
+        defined = re.findall(r"^(?:async )?def (test_\w+)", (ROOT / file).read_text(encoding="utf-8"), re.MULTILINE)
+        assert defined, file
+        assert not test or test in defined, f"{file}::{test}"
+    rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| ") and not line.startswith("| ---")]
+    assert all(re.search(r"`tests/|`make mac`|on a Mac|checked by", row[-1]) for row in rows)
+    for check in re.findall(r"selftest's `([\w:]+)`", text):
+        assert any(name.split(":")[0] == check.split(":")[0] for name in CHECKS), check
+    findings = (ROOT / "hcsim" / "doctor.py").read_text(encoding="utf-8")
+    for check in re.findall(r"doctor's `([\w ]+)`", text):
+        assert f'"{check}"' in findings, check

@@ -26,14 +26,13 @@ import msgspec
 
 from hcsim.cli import screen
 from hcsim.cli.recording import RecordingFiles, recording, show_run
-from hcsim.cli.training import ConsoleReporter, check, fastest_device, tell_outcome
+from hcsim.cli.training import ConsoleReporter, check, check_for_real, fastest_device, tell_outcome
 from hcsim.config import Cluster, Scenario, Training, write_job
 from hcsim.errors import ConfigError
 from hcsim.launch.hosts import HostEntry
 from hcsim.launch.real import RealNode, train_in_cluster
 from hcsim.launch.virtual_cluster import simulate_cluster
 from hcsim.node import ClusterJob
-from hcsim.real.hardware import check_torch_device
 from hcsim.real.interfaces import host_name, list_interfaces, reachable_at
 from hcsim.real.keys import load_secret
 from hcsim.real.ssh import SshProcesses, remotes
@@ -41,7 +40,6 @@ from hcsim.runtime.address import with_port
 from hcsim.telemetry.trace import Sink
 from hcsim.training.run import Point, Report
 from hcsim.training.strategies import check_elastic
-from hcsim.training.tasks import task
 from hcsim.transport.admission_queue import plain
 from hcsim.transport.groups import Wire
 
@@ -119,9 +117,7 @@ def train_for_real(node: RealNode, plan: ClusterJob, outputs: Outputs, others: R
     load_secret(node.home, node.cluster)  # whoever has joined no cluster need not wait
     check(settings, cluster.needed, 1, outputs.save)
     check_elastic(settings)
-    if task(settings.task).phantom:
-        raise ConfigError(f"{settings.task} has shapes and no data: it can be simulated, not trained")
-    check_torch_device(node.device)
+    check_for_real(settings, node.device)
     with (
         MachineLog.at(outputs.log, node.name or host_name()) as written,
         screen.ProgressLine("step", settings.steps, written) as progress,

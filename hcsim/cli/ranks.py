@@ -129,6 +129,7 @@ async def joined(
             device=device,
             metrics_at=place.metrics_at,
             on_refused=progress.news,
+            tell=progress.news,
         ) as group:
             try:
                 await assemble(group, wire.connect_timeout_s + _GRACE_S, missing)

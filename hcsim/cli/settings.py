@@ -55,7 +55,7 @@ class ThisMachine(Table, frozen=True):
     at: tuple[str, ...] = ()
     """Addresses at which the other members reach this machine."""
     device: str = "auto"
-    """The device that computes: cpu, mps, cuda, or auto."""
+    """The device that computes: cpu, mps, cuda, or auto; sleep:M4 takes the time of an M4."""
     remote_hcsim: str = "hcsim"
     """The name of the hcsim program on the machines of --hosts."""
     log: str | None = None

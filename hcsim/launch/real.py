@@ -194,7 +194,7 @@ async def real_member(
     options = RealOptions(name, seed=secrets.randbits(64), tls=tls, device=node.device, state=node.state)
     once = LogDeduplicator(tell)
     trace = None if sink is None else Trace(sink)
-    here = RealHost(options, trace=trace, on_refused=lambda error: once(f"a call was not taken: {error}"))
+    here = RealHost(options, trace=trace, on_refused=lambda error: once(f"a call was not taken: {error}"), tell=tell)
     with at_work(tell):
         async with here as host, _serving(node.metrics_at, host):
             try:
@@ -225,13 +225,15 @@ async def real_group(
     device: str = "cpu",
     metrics_at: str | None = None,
     on_refused: Callable[[str], None] = lambda what: None,
+    tell: Callable[[str], None] = lambda what: None,
 ) -> AsyncIterator[Group]:
     """Join a real group: `peers` are all ranks' addresses in order, this rank's included; the port may be left
     out.
 
     Ranks on one machine that are named by its loopback address reach each other through shared memory, unless
-    `shared_memory` is false. `device` is the device of a training run, as torch names it. Prometheus metrics
-    are served at `metrics_at` (host:port). `on_refused` is called for rejected connections, once per reason."""
+    `shared_memory` is false. `device` is the device of a training run, as torch names it, or "sleep:M4" to take the
+    time of another machine. Prometheus metrics are served at `metrics_at` (host:port). `on_refused` is called for
+    rejected connections, once per reason; `tell` for what a user should know of the device."""
     addresses = tuple(with_port(peer, DEFAULT_PORT) for peer in peers)
     twice = next((address for address in addresses if addresses.count(address) > 1), None)
     if twice is not None:
@@ -253,7 +255,8 @@ async def real_group(
             shared_memory=shared_memory,
             device=device,
         )
-        host = await stack.enter_async_context(RealHost(named, on_refused=lambda error: refusals(str(error))))
+        ours = RealHost(named, on_refused=lambda error: refusals(str(error)), tell=tell)
+        host = await stack.enter_async_context(ours)
         await stack.enter_async_context(_serving(metrics_at, host))
         yield await stack.enter_async_context(await Group.open(host, us, options))
 

@@ -20,11 +20,13 @@ from typing import Literal, TypeVar
 
 import numpy as np
 
+from hcsim.config import CATALOGUE, Machine
 from hcsim.errors import ConfigError
 from hcsim.files import text_of, write_whole
 from hcsim.real.interfaces import output_of
 from hcsim.runtime.clock import Limit
 from hcsim.runtime.host import Chip, Work
+from hcsim.runtime.work_time import seconds
 from hcsim.units import did_you_mean
 
 _SYSCTL = ("sysctl", "machdep.cpu.brand_string", "hw.memsize")
@@ -123,6 +125,30 @@ def training_step_error(device: str) -> str:
     return "" if worst < 1e-4 else f"a training step is wrong by {worst:.2g}"
 
 
+SLEEP = "sleep:"
+"""Before the name of a machine: the device that takes its time."""
+
+
+def check_device(name: str) -> None:
+    """Reject a device that is neither torch's here nor a known machine's to sleep for."""
+    if name.startswith(SLEEP):
+        _slept_for(name)
+    else:
+        check_torch_device(name)
+
+
+def _slept_for(device: str) -> Machine:
+    try:
+        return CATALOGUE.named(device.removeprefix(SLEEP))
+    except ConfigError as error:
+        raise ConfigError(f'device "{device}": {error}') from None
+
+
+def device_named(name: str, tell: Callable[[str], None]) -> RealDevice:
+    """Return the device. `tell` is called for what a user should know of it."""
+    return SleepingDevice(_slept_for(name), tell) if name.startswith(SLEEP) else RealDevice(name)
+
+
 class RealDevice:
     """Runs functions one after the other in a thread of its own, so that network I/O continues meanwhile."""
 
@@ -174,6 +200,58 @@ class RealDevice:
     def close(self) -> None:
         """Stop the thread after the function that it runs now. Functions in the queue are dropped."""
         self._worker.shutdown(wait=False, cancel_futures=True)
+
+
+_WORTH_TELLING_S = 1e-3
+_LONGER = 1.1
+
+
+class SleepingDevice(RealDevice):
+    """Takes the time that a machine of another kind would take: functions are run on this machine's processor, since
+    their results count, and the rest of the time is slept.
+
+    So a machine can have many of them. Memory traffic beside functions takes the time that it takes here."""
+
+    def __init__(self, machine: Machine, tell: Callable[[str], None] = lambda what: None) -> None:
+        super().__init__("cpu")
+        self._machine = machine
+        self._tell = tell
+        self._told = False
+        self._busy_until_s = 0.0
+
+    @property
+    def name(self) -> str:
+        return f"{SLEEP}{self._machine.name}"
+
+    @cached_property
+    def chip(self) -> Chip:
+        return Chip(self._machine.name, self._machine.ram_bytes)
+
+    def exercise(self, kind: Literal["matmul", "axpy"], size: int) -> Callable[[], object]:
+        """Return a function that does nothing; only the duration of the work counts."""
+        return lambda: None
+
+    async def run(self, work: Work, function: Callable[[], T], into: memoryview | None = None) -> T:
+        """Call the function, and return when the machine would have done the work."""
+        lasts_s = seconds(self._machine, work)
+        self._busy_until_s = until_s = max(self._busy_until_s, time.monotonic()) + lasts_s
+        result, took_s = await super().run(work, partial(_until, until_s, function))
+        if lasts_s > 0.0 and took_s > max(_LONGER * lasts_s, _WORTH_TELLING_S) and not self._told:
+            self._told = True
+            self._tell(
+                f"device {self.name}: this machine is slower: work of {1e3 * lasts_s:.2g} ms there takes "
+                f"{1e3 * took_s:.2g} ms here, so times will be too long"
+            )
+        return result
+
+
+def _until(until_s: float, function: Callable[[], T]) -> tuple[T, float]:
+    """Call the function and sleep until that time. Return its result, and how long it took."""
+    began_s = time.monotonic()
+    result = function()
+    ended_s = time.monotonic()
+    time.sleep(max(0.0, until_s - ended_s))
+    return result, ended_s - began_s
 
 
 def _numpy_exercise(kind: Literal["matmul", "axpy"], size: int) -> Callable[[], object]:

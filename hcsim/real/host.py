@@ -35,7 +35,7 @@ import msgspec
 
 from hcsim import rng
 from hcsim.errors import ChannelError, ConfigError, DeadlineExceeded, PeerRefused, WrongPeer
-from hcsim.real.hardware import FileStore, MemoryStore, RealClock, RealDevice
+from hcsim.real.hardware import FileStore, MemoryStore, RealClock, device_named
 from hcsim.real.interfaces import link_local_interfaces, list_interfaces
 from hcsim.real.listener import StreamListener, listening_socket
 from hcsim.real.sensors import Sensors
@@ -88,7 +88,7 @@ class RealOptions(msgspec.Struct, frozen=True):
     """Addresses of the interfaces to announce on; empty: all."""
     handshake_timeout_s: float = _HANDSHAKE_TIMEOUT_S
     device: str = "cpu"
-    """The torch name of the compute device."""
+    """The torch name of the compute device, or sleep: and the name of a machine."""
     state: Path | None = None
     """The folder for records that survive restarts; None: nothing is stored."""
 
@@ -191,9 +191,11 @@ class RealHost:
         device: Device | None = None,
         trace: Trace | None = None,
         on_refused: Callable[[ChannelError], None] | None = None,
+        tell: Callable[[str], None] = lambda what: None,
     ) -> None:
+        """`tell` is called for what a user should know of the device."""
         self._options = options
-        self._own_device = RealDevice(options.device)
+        self._own_device = device_named(options.device, tell)
         self._device = device or self._own_device
         self._trace = trace
         self._sensors = Sensors()

@@ -18,6 +18,7 @@ import ssl
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import lru_cache
 from typing import Protocol, TypeAlias
 
 from hcsim.errors import UsageError
@@ -105,12 +106,15 @@ class Stream(Protocol):
 
 
 def bytes_of(header: Header, payload: Payload) -> memoryview:
-    """Return the bytes to send, after checking them against the header."""
-    if isinstance(payload, Phantom):
-        raise UsageError("a phantom has no bytes, so it cannot cross a real network")
-    if len(payload) != header.length:
-        raise UsageError(f"the header announces {header.length} bytes, the payload has {len(payload)}")
-    return payload
+    """Return the bytes to send, after checking them against the header. A phantom crosses a real network as zeros."""
+    if payload.nbytes != header.length:
+        raise UsageError(f"the header announces {header.length} bytes, the payload has {payload.nbytes}")
+    return _zeros(header.length) if isinstance(payload, Phantom) else payload
+
+
+@lru_cache(maxsize=4)
+def _zeros(length: int) -> memoryview:
+    return memoryview(bytes(length))
 
 
 def room_for(header: Header, where: memoryview | Fold | None) -> memoryview:

@@ -108,6 +108,8 @@ MEMBER = ("run", "--real", "--task", "convex", "--set")
         (("rank", "--peers", "192.0.2.1,localhost", "--rank", "1"), ["192.0.2.1", "plaintext", "insecure"]),
         (("rank", "--peers", "ws://[2001:db8::1],localhost", "--rank", "1"), ["2001:db8::1", "plaintext"]),
         (("rank", "eight-macs-2.5gbe", *PEERS[1:], "--rank", "0"), ["phantom"]),
+        ((*PEERS, "--rank", "0", "--task", "resnet50", "--set", "device=cpu"), ["no data", "device=sleep:M4"]),
+        ((*PEERS, "--rank", "0", "--task", "convex", "--set", "device=sleep:M44"), ["sleep:M44", "did you mean M4?"]),
         (("rank", "train.py"), ["train.py: a script is run by `hcsim run train.py`"]),
         (("bench", "train.py"), ["train.py: a script is run by `hcsim run train.py`"]),
         ((*VIRTUAL, "more"), ["-- more: only with a script"]),

@@ -182,7 +182,7 @@ def test_real_ranks_with_unlike_settings_are_told_so() -> None:
 def test_a_task_of_shapes_cannot_be_trained_for_real() -> None:
     result = hcsim("rank", "--peers", free_peers(2), "--rank", "0", "--task", "gpt2")
     assert result.exit_code == 2
-    assert "it can be simulated, not trained" in result.output
+    assert "it can be simulated, or timed with --set device=sleep:M4, not trained" in result.output
 
 
 def test_a_scenario_may_say_what_is_learned(tmp_path: Path) -> None:

@@ -306,10 +306,13 @@ def test_a_place_that_fails_leaves_the_frame_unread() -> None:
     against_raw_socket(body)
 
 
-def test_a_phantom_cannot_cross_a_real_network() -> None:
+def test_a_phantom_crosses_a_real_network_as_zeros() -> None:
     async def body(channel: StreamChannel, raw: socket.socket) -> None:
-        with pytest.raises(UsageError, match="phantom"):
-            await channel.send(Header(4), Phantom(4))
+        await channel.send(Header(4), Phantom(4))
+        expected = encode_header(Header(4)) + bytes(4)
+        assert raw.recv(len(expected), socket.MSG_WAITALL) == expected
+        with pytest.raises(UsageError, match="announces 4 bytes, the payload has 5"):
+            await channel.send(Header(4), Phantom(5))
 
     against_raw_socket(body)
 

@@ -18,6 +18,7 @@ from experiments.fidelity.cells import KB, MB, Cell
 from experiments.fidelity.homes import Network
 from experiments.fidelity.worlds import Timing, predicted_s
 from hcsim.config import Machine
+from hcsim.twin.messages import measure_messages
 from hcsim.units import ByteRate, FlopRate, PositiveShare, Seconds
 
 _LATENCIES_S = (5e-6, 2e-3)
@@ -39,7 +40,7 @@ def this_machine() -> Machine:
     whole = PositiveShare(1.0)
     return Machine(
         "lab", FlopRate(1e15), ByteRate(moved_Bps), efficiency_compute=whole, efficiency_memory=whole,
-        overhead_s=Seconds(0),
+        overhead_s=Seconds(0), messages=measure_messages(),
     )  # fmt: skip
 
 

@@ -69,7 +69,7 @@ class Cell(msgspec.Struct, frozen=True):
     def kind(self) -> str:
         """The class of cells that the cell is counted in."""
         if self.tls:
-            return "TLS"
+            return "over TLS"
         if self.size_bytes < MB:
             return "4 to 64 KB"
         if self.together > 1:
@@ -100,6 +100,9 @@ def _collectives() -> Iterator[Cell]:
         for algorithm in ("ring", "halving_doubling", "tree"):
             for size_bytes in (1 * MB, 16 * MB):
                 yield Cell(medium, 4, "all_reduce", algorithm, size_bytes, together=2)
+        for algorithm in ("ring", "tree"):
+            for size_bytes in (64 * KB, 1 * MB, 16 * MB):
+                yield Cell(medium, 2, "all_reduce", algorithm, size_bytes, tls=True)
         for operation, algorithms in OTHERS.items():
             for algorithm in algorithms:
                 for size_bytes in (64 * KB, 4 * MB):

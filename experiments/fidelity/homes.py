@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from hcsim.config import Attachment, Ethernet, Machine, Node, Scenario, Tcp
+from hcsim.config import Attachment, Ethernet, Machine, Node, Processor, Scenario, Tcp
 from hcsim.config.check import complete
 from hcsim.units import BitRate, Bytes, Seconds
 from tests.real.namespaces import Lan, Port, lan
@@ -20,6 +20,10 @@ MBPS = 1e6
 MTU = 1500
 FRAMING_BYTES = 14
 """What a token bucket counts of a frame beside its IP packet; a wire has 24 more (preamble, checksum, gap)."""
+
+CORES = 2
+"""Of the machine that the cells of `results/` were measured on."""
+PROCESSOR = Processor("cores", CORES)
 
 
 class Medium(msgspec.Struct, frozen=True):
@@ -65,17 +69,19 @@ def built(medium: str, hosts: int, folder: Path) -> Iterator[Lan]:
         yield machines
 
 
-def modelled(medium: str, hosts: int, network: Network, machine: Machine) -> Scenario:
-    """The same home in the simulator."""
+def modelled(medium: str, hosts: int, network: Network, machine: Machine, *, tls: bool = False) -> Scenario:
+    """The same home in the simulator. All of its machines share the cores of this one."""
     shape = MEDIA[medium]
     rates = shape.rates_bps(hosts)
     switch = Ethernet("switch", BitRate(max(rates) * network.rate_factor), latency_s=Seconds(network.latency_s))
     nodes = tuple(
-        Node(name, machine, "home", (Attachment("switch", BitRate(rate * network.rate_factor)),))
+        Node(
+            name, machine, "home", (Attachment("switch", BitRate(rate * network.rate_factor)),), processor=PROCESSOR.name
+        )
         for name, rate in zip(names(hosts), rates, strict=True)
     )
-    tcp = Tcp(framing_bytes=Bytes(FRAMING_BYTES))
-    return complete(Scenario(f"{medium}-{hosts}", nodes, media=(switch,), tcp=tcp))
+    tcp = Tcp(framing_bytes=Bytes(FRAMING_BYTES), tls=tls)
+    return complete(Scenario(f"{medium}-{hosts}", nodes, processors=(PROCESSOR,), media=(switch,), tcp=tcp))
 
 
 def names(hosts: int) -> list[str]:

@@ -101,7 +101,7 @@ def _simulated(cell: Cell, network: Network, machine: Machine, turn: Collectives
         return await run_collectives(group, turn)
 
     chosen = options(cell.hosts, cell.algorithm)
-    scenario = modelled(cell.medium, cell.hosts, network, machine)
+    scenario = modelled(cell.medium, cell.hosts, network, machine, tls=cell.tls)
     return _combined(simulate(scenario, program, options=chosen).values())
 
 

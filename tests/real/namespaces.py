@@ -29,6 +29,10 @@ PATIENCE_S = 240.0
 SEGMENT_BYTES = 1448
 """What a TCP segment carries in a packet of 1500 bytes, with timestamps."""
 _HEADERS = 66
+_PEAK = 1.25
+"""How much faster than its rate a port may be to catch up after the system has looked at it too late."""
+_BURST_PIECES = 4
+"""How much there may be to catch up."""
 _COUNTER = itertools.count()
 
 
@@ -136,8 +140,8 @@ class Port(NamedTuple):
     """How many segments are handed over at once: with one, a processor handles 80,000 a second for each Gbit/s."""
 
     @property
-    def burst_bytes(self) -> int:
-        return 2 * self.segments * (SEGMENT_BYTES + _HEADERS)
+    def piece_bytes(self) -> int:
+        return self.segments * (SEGMENT_BYTES + _HEADERS)
 
 
 class Machine:
@@ -209,8 +213,9 @@ class Machine:
         for namespace, device in self._cable:
             ip("-n", namespace, "link", "set", device, "gso_max_size", str(port.segments * SEGMENT_BYTES + _HEADERS),
                "gso_max_segs", str(port.segments))  # fmt: skip
-            limits = ("burst", str(port.burst_bytes), "limit", str(port.queue_bytes))
-            _shape((namespace, device), port.kbit, limits)
+            peak = ("peakrate", f"{round(_PEAK * port.kbit)}kbit", "mtu", str(port.piece_bytes))
+            limits = ("burst", str(_BURST_PIECES * port.piece_bytes), "limit", str(port.queue_bytes))
+            _shape((namespace, device), port.kbit, (*limits, *peak))
 
     @property
     def _cable(self) -> tuple[tuple[str, str], ...]:

@@ -76,7 +76,11 @@ def modelled(medium: str, hosts: int, network: Network, machine: Machine, *, tls
     switch = Ethernet("switch", BitRate(max(rates) * network.rate_factor), latency_s=Seconds(network.latency_s))
     nodes = tuple(
         Node(
-            name, machine, "home", (Attachment("switch", BitRate(rate * network.rate_factor)),), processor=PROCESSOR.name
+            name,
+            machine,
+            "home",
+            (Attachment("switch", BitRate(rate * network.rate_factor)),),
+            processor=PROCESSOR.name,
         )
         for name, rate in zip(names(hosts), rates, strict=True)
     )

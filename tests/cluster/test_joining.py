@@ -88,7 +88,7 @@ def test_a_newcomer_finds_the_member_and_is_one_then() -> None:
     store = TrustStore(ClusterSecret(welcome.first), key("b"), "b", StoredTrust(door.world.host("b").store))
     store.take(welcome.record)
     assert sorted(store.list.members.values()) == ["a", "b"]
-    assert door.trusted.hear(store.told_to(key("a").public), "b", key("b").public)
+    assert door.trusted.receive(store.told_to(key("a").public), "b", key("b").public)
     assert store.secret == door.trusted.secret
 
 

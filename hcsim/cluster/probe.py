@@ -38,7 +38,7 @@ from hcsim.errors import ChannelError, DeadlineExceeded, HcsimError
 from hcsim.runtime.address import address_at, hosts_of
 from hcsim.runtime.channel import Channel, Listener
 from hcsim.runtime.frame import Header
-from hcsim.runtime.host import Host, Work
+from hcsim.runtime.host import Host, KernelGroup, Work
 from hcsim.transport.admission_queue import AdmissionQueue
 from hcsim.transport.messages import Schema, expect
 
@@ -142,11 +142,15 @@ SCHEMA: Schema[ProbeMessage] = Schema(ProbeMessage, "does not measure as we do")
 
 
 async def measure_speed(host: Host) -> DeviceSpeed:
-    product = Work(2.0 * _MATRIX**3, 3.0 * _FLOAT_BYTES * _MATRIX**2)
-    total = Work(1.0 * _VECTOR, 3.0 * _FLOAT_BYTES * _VECTOR)
+    product = _kernel("matmul", 2.0 * _MATRIX**3, 3.0 * _FLOAT_BYTES * _MATRIX**2)
+    total = _kernel("copy", 1.0 * _VECTOR, 3.0 * _FLOAT_BYTES * _VECTOR)
     product_s = await _seconds_each(host, "matmul", _MATRIX, product)
     total_s = await _seconds_each(host, "axpy", _VECTOR, total)
     return DeviceSpeed(product.flops / product_s if product_s else inf, total.moved_bytes / total_s if total_s else inf)
+
+
+def _kernel(kind: str, flops: float, moved_bytes: float) -> Work:
+    return Work(flops, moved_bytes, groups=(KernelGroup(kind, flops, moved_bytes),))
 
 
 async def _seconds_each(host: Host, kind: Literal["matmul", "axpy"], size: int, work: Work) -> float:

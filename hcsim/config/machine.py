@@ -77,6 +77,15 @@ class KernelCurve(Table, frozen=True):
         _check_points(f"kernel {self.kind} {self.dtype}", self.points)
 
 
+class KernelEfficiency(Table, frozen=True):
+    """The share of the data-sheet figure that kernels of a kind reach: of the peak for a matmul, a convolution and an
+    attention, and of the memory's bandwidth for all others."""
+
+    kind: KernelKind
+    share: PositiveShare
+    basis: Basis = Basis()
+
+
 class CodecCurve(Table, frozen=True):
     """The time to encode and to decode a tensor against its size in bytes, uncompressed."""
 
@@ -113,9 +122,12 @@ class Machine(Table, frozen=True):
     name: str
     peak_flops: FlopRate
     memory_Bps: ByteRate
-    efficiency_compute: PositiveShare = PositiveShare(0.8)
-    efficiency_memory: PositiveShare = PositiveShare(0.8)  # not verified
-    overhead_s: Seconds = Seconds(10e-6)  # not verified
+    efficiency_compute: PositiveShare = PositiveShare(0.36)
+    """Of a whole training step; single kernels are nearer to the peak (`efficiencies`)."""
+    efficiency_memory: PositiveShare = PositiveShare(0.82)
+    """Of copies and sums."""
+    overhead_s: Seconds = Seconds(40e-6)
+    """For each launch of a kernel."""
     fanless: bool = False
     sustained: PositiveShare = PositiveShare(0.6)
     """The share of its speed that a fanless machine keeps when it is hot."""
@@ -125,6 +137,8 @@ class Machine(Table, frozen=True):
     """Only reported on request: a run that exceeds it does not fail."""
     kernels: tuple[KernelCurve, ...] = field(name="kernel", default=())
     """Where there are curves, they replace the efficiencies."""
+    efficiencies: tuple[KernelEfficiency, ...] = field(name="efficiency", default=())
+    """By kind of kernel, where it is known of which kinds the work is. Other kinds have the efficiencies above."""
     codecs: tuple[CodecCurve, ...] = field(name="codec", default=())
     messages: MessageCosts | None = None
     """None: messages cost no processor time."""
@@ -159,9 +173,36 @@ _CHIPS = {
 _FANLESS = {"M1 Air": "M1", "M2 Air": "M2", "M3 Air": "M3", "M4 Air": "M4"}
 
 
+# How fast they compute is no data-sheet figure. `python -m experiments.published` has the model, what was published,
+# and how well each figure is predicted from the others; tests/experiments/test_published.py holds these numbers to it.
+_MEASURED = ("M1 Pro", "M1 Max", "M1 Ultra", "M2 Pro", "M2 Max", "M2 Ultra", "M3", "M3 Pro", "M3 Max")
+_TRAINING = Basis("published", "25 training figures of 9 chips in results/fidelity/published_macs.csv", spread=0.32)
+_UNKNOWN = Basis("estimated", "the training figures of other chips, M1 Pro to M3 Max", spread=0.4)
+_PRODUCT = Basis("published", "matrix products of 8 chips in results/fidelity/published_macs.csv", spread=0.2)
+_COPY = Basis("published", "copies on 7 chips in results/fidelity/published_macs.csv", spread=0.09)
+_PRODUCTS: tuple[KernelKind, ...] = ("matmul", "convolution", "attention")
+_OTHERS: tuple[KernelKind, ...] = ("elementwise", "reduction", "gather", "optimizer")
+
+
+def _efficiencies(basis: Basis) -> tuple[KernelEfficiency, ...]:
+    """A large product comes near the peak. What lies between the products of a model is far from the bandwidth: so the
+    efficiency of a training step is half of that of a product."""
+    products = [KernelEfficiency(kind, PositiveShare(0.74), _PRODUCT) for kind in _PRODUCTS]
+    others = [KernelEfficiency(kind, PositiveShare(0.39), basis) for kind in _OTHERS]
+    return (*products, *others, KernelEfficiency("copy", PositiveShare(0.82), _COPY))
+
+
 def _chip(name: str, chip: str, *, fanless: bool = False) -> Machine:
     tflops, gigabytes_per_s = _CHIPS[chip]
-    return Machine(name, FlopRate(tflops * 1e12), ByteRate(gigabytes_per_s * 1e9), fanless=fanless)
+    basis = _TRAINING if chip in _MEASURED and not fanless else _UNKNOWN
+    return Machine(
+        name,
+        FlopRate(tflops * 1e12),
+        ByteRate(gigabytes_per_s * 1e9),
+        fanless=fanless,
+        basis=basis,
+        efficiencies=_efficiencies(basis),
+    )
 
 
 _IDEAL = Machine("ideal", FlopRate(math.inf), ByteRate(math.inf), overhead_s=Seconds(0))

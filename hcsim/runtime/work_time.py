@@ -5,9 +5,9 @@ model for multicore architectures", CACM 52:4, 2009): a kernel is bound either b
 
     T = max(FLOPs / (η_c · peak), bytes / (η_b · bandwidth)) / throttle + kernels · overhead.
 
-η_c and η_b are the fractions of the data-sheet figures that real kernels reach. A fanless machine runs at its
-sustained rate from the start, because training lasts much longer than its heat reserve. `overhead` is charged
-for each kernel launch.
+η_c and η_b are the fractions of the data-sheet figures that are reached: by a whole training step, or, where the work
+is known by kinds of kernels, by those of each kind. A fanless machine runs at its sustained rate from the start,
+because training lasts much longer than its heat reserve. `overhead` is charged for each kernel launch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def seconds(machine: Machine, work: Work, throttle: float = 1.0) -> float:
     if not 0 < throttle <= 1:
         raise UsageError(f"a throttle of {throttle} is not in (0, 1]")
     steady = machine.sustained if machine.fanless else 1.0
-    if machine.kernels and work.groups:
+    if work.groups and (machine.kernels or machine.efficiencies):
         return sum(group.count * _kernel_s(machine, group) for group in work.groups) / (throttle * steady)
     compute_s = work.flops / (machine.efficiency_compute * machine.peak_flops)
     memory_s = work.moved_bytes / (machine.efficiency_memory * machine.memory_Bps)
@@ -35,8 +35,17 @@ def _kernel_s(machine: Machine, group: KernelGroup) -> float:
     size = group.flops if group.kind in BY_FLOPS else group.moved_bytes
     same_kind = [curve for curve in machine.kernels if curve.kind == group.kind]
     if not same_kind:
-        compute_s = group.flops / (machine.efficiency_compute * machine.peak_flops)
-        memory_s = group.moved_bytes / (machine.efficiency_memory * machine.memory_Bps)
+        of_peak, of_bandwidth = _efficiencies(machine, group.kind)
+        compute_s = group.flops / (of_peak * machine.peak_flops)
+        memory_s = group.moved_bytes / (of_bandwidth * machine.memory_Bps)
         return max(compute_s, memory_s) + machine.overhead_s
     curve = next((curve for curve in same_kind if curve.dtype == group.dtype), same_kind[0])
     return interpolated_s(curve.points, size)
+
+
+def _efficiencies(machine: Machine, kind: str) -> tuple[float, float]:
+    """Return the shares of the peak and of the memory's bandwidth that a kernel of this kind reaches."""
+    share = next((known.share for known in machine.efficiencies if known.kind == kind), None)
+    if share is None:
+        return machine.efficiency_compute, machine.efficiency_memory
+    return (share, machine.efficiency_memory) if kind in BY_FLOPS else (machine.efficiency_compute, share)

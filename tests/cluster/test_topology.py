@@ -20,7 +20,8 @@ from hcsim.config import CATALOGUE, Scenario, idealised, load_scenario, parse_sc
 from hcsim.errors import RemoteProtocolError, UsageError
 from hcsim.launch.virtual_cluster import measure_topology
 from hcsim.real.host import RealHost, RealOptions
-from hcsim.runtime.host import Chip, Interface, Medium
+from hcsim.runtime.host import Chip, Interface, KernelGroup, Medium, Work
+from hcsim.runtime.work_time import seconds
 from hcsim.virtual.links import ResourceGraph
 from hcsim.virtual.world import World
 
@@ -68,10 +69,13 @@ def test_lines_with_all_effects_are_measured_to_a_few_percent(mixed: Topology) -
 def test_a_machine_is_as_fast_as_its_profile(mixed: Topology) -> None:
     for node, configured in zip(mixed.nodes, MIXED.nodes, strict=True):
         machine = CATALOGUE[str(configured.machine)]
-        steady = machine.sustained if machine.fanless else 1.0
+        product, total = (
+            KernelGroup("matmul", 2.0 * 1024**3, 12.0 * 1024**2),
+            KernelGroup("copy", 2.0**22, 12.0 * 2**22),
+        )
         assert node.chip == Chip(machine.name)
-        assert node.speed.flops == pytest.approx(machine.efficiency_compute * steady * machine.peak_flops, rel=0.06)
-        assert node.speed.memory_Bps == pytest.approx(machine.efficiency_memory * steady * machine.memory_Bps, rel=0.07)
+        assert node.speed.flops == pytest.approx(product.flops / seconds(machine, Work(groups=(product,))), 1e-4)
+        assert node.speed.memory_Bps == pytest.approx(total.moved_bytes / seconds(machine, Work(groups=(total,))), 1e-4)
 
 
 def test_a_machine_that_takes_no_time_is_infinitely_fast() -> None:
@@ -234,7 +238,7 @@ def test_the_table_names_what_is_best(mixed: Topology) -> None:
     lines = table(mixed).splitlines()
     [cable] = [line for line in lines if line.startswith("*  studio-1  studio-2")]
     assert cable.split() == ["*", "studio-1", "studio-2", "bridge0", "thunderbolt", "16.2", "5.25", "0.20", "ms"]
-    assert [line.split() for line in lines[1:2]] == [["studio-1", "M2", "Max", "–", "10.4", "301"]]
+    assert [line.split() for line in lines[1:2]] == [["studio-1", "M2", "Max", "–", "8.48", "260"]]
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ import pytest
 from hcsim.config import (
     CATALOGUE,
     KernelCurve,
+    KernelEfficiency,
     Machine,
     Node,
     load_scenario,
@@ -85,8 +86,19 @@ def test_a_measured_machine_takes_its_time_from_its_curves():
     expected_s = 2 * (1e-5 + (1e-3 - 1e-5) / 2) + 3 * 4e-6 + 2e-6
     assert seconds(measured, Work(groups=groups)) == pytest.approx(expected_s)
     assert seconds(measured, Work(groups=groups), throttle=0.5) == pytest.approx(2 * expected_s)
-    unmeasured = seconds(measured, Work(groups=(KernelGroup("gather", 0.0, 8e9),)))
-    assert unmeasured == pytest.approx(0.1 + measured.overhead_s)  # 80 of 100 GB/s
+    unmeasured = seconds(measured, Work(groups=(KernelGroup("gather", 0.0, 8.2e9),)))
+    assert unmeasured == pytest.approx(0.1 + measured.overhead_s)  # 82 of 100 GB/s
+
+
+def test_kinds_of_kernels_have_efficiencies_of_their_own():
+    shares = KernelEfficiency("matmul", 0.8), KernelEfficiency("elementwise", 0.4)
+    machine = Machine("mini", 1e12, 1e11, 0.5, 0.9, overhead_s=1e-3, efficiencies=shares)
+    assert seconds(machine, Work(groups=(KernelGroup("matmul", 8e11, 0.0),))) == pytest.approx(1.001)
+    assert seconds(machine, Work(groups=(KernelGroup("matmul", 0.0, 9e10),))) == pytest.approx(1.001)
+    assert seconds(machine, Work(groups=(KernelGroup("attention", 5e11, 0.0),))) == pytest.approx(1.001)
+    assert seconds(machine, Work(groups=(KernelGroup("elementwise", 0.0, 2e10, 2),))) == pytest.approx(1.002)
+    assert seconds(machine, Work(groups=(KernelGroup("copy", 0.0, 9e10),))) == pytest.approx(1.001)
+    assert seconds(machine, Work(5e11, 9e9)) == pytest.approx(1.001), "a whole step, of unknown kinds"
 
 
 def test_a_file_brings_machines_of_its_own_that_its_nodes_name():

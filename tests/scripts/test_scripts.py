@@ -176,8 +176,8 @@ def test_work_is_charged_by_the_roofline_of_the_machine(run_well: Runner) -> Non
     machine = machine_of(scenario.nodes[0])
     product_s, sum_s = run_well(scenario, text).value(0)
     reading_s = 1e-6
-    assert product_s == pytest.approx(seconds(machine, Work(flops=2 * 512**3)) + reading_s)
-    assert sum_s == pytest.approx(seconds(machine, Work(moved_bytes=3 * 4 * 512**2)) + reading_s)
+    assert product_s == pytest.approx(seconds(machine, Work(flops=2 * 512**3)) + reading_s, abs=1e-9)
+    assert sum_s == pytest.approx(seconds(machine, Work(moved_bytes=3 * 4 * 512**2)) + reading_s, abs=1e-9)
 
 
 def test_a_crash_ends_the_process_and_the_others_are_told_whose_machine_it_was(run_text: Runner) -> None:

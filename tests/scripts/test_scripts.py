@@ -126,7 +126,7 @@ def test_gradients_travel_while_others_are_computed(run_well: Runner) -> None:
         replica(inputs).sum().backward()
     tell(time.perf_counter() - began)
     """
-    scenario = minis(2, "10 Gb/s")
+    scenario = minis(2, "5 Gb/s")
     in_buckets, in_one = (run_well(scenario, text, size).value(0) for size in ("0.6", "100"))
     assert in_buckets < 0.8 * in_one
 
@@ -151,8 +151,8 @@ def test_a_call_and_a_computation_at_once_take_less_than_one_after_the_other(run
     timed(call)
     tell([timed(call), timed(compute), timed(call, compute)])
     """
-    call_s, compute_s, both_s = run_well(minis(2, "10 Gb/s"), text).value(0)
-    assert max(call_s, compute_s) <= both_s < 0.75 * (call_s + compute_s)
+    call_s, compute_s, both_s = run_well(minis(2, "5 Gb/s"), text).value(0)
+    assert max(call_s, compute_s) <= both_s + 1e-9 and both_s < 0.75 * (call_s + compute_s)
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, Literal, TypeAlias, get_args
 
 from msgspec import Meta, field
 
@@ -180,16 +180,15 @@ _TRAINING = Basis("published", "25 training figures of 9 chips in results/fideli
 _UNKNOWN = Basis("estimated", "the training figures of other chips, M1 Pro to M3 Max", spread=0.4)
 _PRODUCT = Basis("published", "matrix products of 8 chips in results/fidelity/published_macs.csv", spread=0.2)
 _COPY = Basis("published", "copies on 7 chips in results/fidelity/published_macs.csv", spread=0.09)
-_PRODUCTS: tuple[KernelKind, ...] = ("matmul", "convolution", "attention")
-_OTHERS: tuple[KernelKind, ...] = ("elementwise", "reduction", "gather", "optimizer")
 
 
 def _efficiencies(basis: Basis) -> tuple[KernelEfficiency, ...]:
     """A large product comes near the peak. What lies between the products of a model is far from the bandwidth: so the
     efficiency of a training step is half of that of a product."""
-    products = [KernelEfficiency(kind, PositiveShare(0.74), _PRODUCT) for kind in _PRODUCTS]
-    others = [KernelEfficiency(kind, PositiveShare(0.39), basis) for kind in _OTHERS]
-    return (*products, *others, KernelEfficiency("copy", PositiveShare(0.82), _COPY))
+    copy = KernelEfficiency("copy", PositiveShare(0.82), _COPY)
+    products = [KernelEfficiency(kind, PositiveShare(0.74), _PRODUCT) for kind in BY_FLOPS]
+    others = [kind for kind in get_args(KernelKind) if kind not in (*BY_FLOPS, "copy")]
+    return (*products, *(KernelEfficiency(kind, PositiveShare(0.39), basis) for kind in others), copy)
 
 
 def _chip(name: str, chip: str, *, fanless: bool = False) -> Machine:

@@ -19,11 +19,17 @@ from hcsim.registry import Registry
 from hcsim.units import ByteRate, Bytes, FlopRate, PositiveShare, Seconds
 
 KernelKind: TypeAlias = Literal[
-    "matmul", "convolution", "attention", "elementwise", "reduction", "gather", "optimizer", "copy"
-]
-
-BY_FLOPS: tuple[KernelKind, ...] = ("matmul", "convolution", "attention")
-"""Kinds whose size is a number of FLOPs; that of the others is the bytes that they move."""
+    "matmul", "convolution", "convolution_backward", "grouped_convolution", "grouped_convolution_backward",
+    "attention", "attention_backward", "recurrent", "recurrent_backward", "elementwise", "transcendental", "gelu",
+    "update", "batch_norm", "norm", "norm_backward", "reduction", "pooling", "pooling_backward", "gather",
+    "gather_backward", "scatter", "copy", "random",
+]  # fmt: skip
+"""A norm is also a softmax, an update is in place, as an optimizer's are, and pooling is resampling of any kind."""
+BY_FLOPS: tuple[KernelKind, ...] = (
+    "matmul", "convolution", "convolution_backward", "grouped_convolution", "grouped_convolution_backward",
+    "attention", "attention_backward", "recurrent", "recurrent_backward",
+)  # fmt: skip
+"""Kinds whose size is in FLOPs; that of the others is in bytes that are read or written."""
 
 
 class Basis(Table, frozen=True):
@@ -65,13 +71,17 @@ Points: TypeAlias = Annotated[tuple[tuple[float, float], ...], Meta(min_length=1
 
 
 class KernelCurve(Table, frozen=True):
-    """The time of one kernel of a kind, launch included, against its size: FLOPs for a matmul, a convolution and an
-    attention, and bytes that are read or written for all others."""
+    """The time of one kernel of a kind, launch included, against its size (see `BY_FLOPS`)."""
 
     kind: KernelKind
     points: Points
     dtype: str = "float32"
     basis: Basis = Basis("measured")
+    intensity: Annotated[float, Meta(ge=0)] = 0.0
+    """The FLOPs per byte of the kernels that were measured; between several such curves of a kind is interpolated.
+    0: it is for all intensities."""
+    signature: str = ""
+    """The one operation, with its shapes, that the curve is for; empty: for all of its kind."""
 
     def __post_init__(self) -> None:
         _check_points(f"kernel {self.kind} {self.dtype}", self.points)

@@ -153,6 +153,8 @@ class KernelGroup(msgspec.Struct, frozen=True):
     """That each reads from and writes to memory."""
     count: int = 1
     dtype: str = "float32"
+    signature: str = ""
+    """The operation with its shapes, for a machine on which it was measured by itself."""
 
 
 class Work(msgspec.Struct, frozen=True):

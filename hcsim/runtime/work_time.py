@@ -7,40 +7,78 @@ model for multicore architectures", CACM 52:4, 2009): a kernel is bound either b
 
 η_c and η_b are the fractions of the data-sheet figures that are reached: by a whole training step, or, where the work
 is known by kinds of kernels, by those of each kind. A fanless machine runs at its sustained rate from the start,
-because training lasts much longer than its heat reserve. `overhead` is charged for each kernel launch.
+because training lasts much longer than its heat reserve. `overhead` is charged for each kernel launch. Where a
+machine's kernels were measured, work is the sum of their times instead.
 """
 
 from __future__ import annotations
 
-from hcsim.config import Machine
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from math import log
+
+from hcsim.config import KernelCurve, Machine
 from hcsim.config.machine import BY_FLOPS, interpolated_s
 from hcsim.errors import UsageError
 from hcsim.runtime.host import KernelGroup, Work
 
 
-def seconds(machine: Machine, work: Work, throttle: float = 1.0) -> float:
-    """Return the duration of the work. `throttle` in (0, 1] is the remaining fraction of the machine's speed."""
+def seconds(machine: Machine, work: Work, throttle: float = 1.0, times: KernelTimes | None = None) -> float:
+    """Return the duration of the work. `throttle` in (0, 1] is the remaining fraction of the machine's speed; `times`
+    are those of the machine, for a caller that asks often."""
     if not 0 < throttle <= 1:
         raise UsageError(f"a throttle of {throttle} is not in (0, 1]")
     steady = machine.sustained if machine.fanless else 1.0
-    if work.groups and (machine.kernels or machine.efficiencies):
-        return sum(group.count * _kernel_s(machine, group) for group in work.groups) / (throttle * steady)
+    # The kinds of a built-in task's work are estimated; the efficiency of a whole step is nearer than those of kinds.
+    by_kind_alone = machine.efficiencies and not (work.flops or work.moved_bytes)
+    if work.groups and (machine.kernels or by_kind_alone):
+        return (times or KernelTimes(machine)).total_s(work.groups) / (throttle * steady)
     compute_s = work.flops / (machine.efficiency_compute * machine.peak_flops)
     memory_s = work.moved_bytes / (machine.efficiency_memory * machine.memory_Bps)
     return max(compute_s, memory_s) / (throttle * steady) + work.kernels * machine.overhead_s
 
 
-def _kernel_s(machine: Machine, group: KernelGroup) -> float:
-    """Return the measured time of one kernel of the group; where its kind was not measured, that of the roofline."""
-    size = group.flops if group.kind in BY_FLOPS else group.moved_bytes
-    same_kind = [curve for curve in machine.kernels if curve.kind == group.kind]
-    if not same_kind:
-        of_peak, of_bandwidth = _efficiencies(machine, group.kind)
-        compute_s = group.flops / (of_peak * machine.peak_flops)
-        memory_s = group.moved_bytes / (of_bandwidth * machine.memory_Bps)
-        return max(compute_s, memory_s) + machine.overhead_s
-    curve = next((curve for curve in same_kind if curve.dtype == group.dtype), same_kind[0])
-    return interpolated_s(curve.points, size)
+class KernelTimes:
+    """The times of kernels on a machine, by its curves."""
+
+    def __init__(self, machine: Machine) -> None:
+        self._machine = machine
+        self._signed = {curve.signature: curve for curve in machine.kernels if curve.signature}
+        self._curves: dict[tuple[str, str], list[KernelCurve]] = {}
+        for curve in sorted(machine.kernels, key=lambda curve: curve.intensity):
+            if not curve.signature:
+                self._curves.setdefault((curve.kind, curve.dtype), []).append(curve)
+
+    def total_s(self, groups: Iterable[KernelGroup]) -> float:
+        return sum(group.count * self.one_s(group) for group in groups)
+
+    def one_s(self, group: KernelGroup) -> float:
+        """Return the measured time of one kernel of the group; where its kind was not measured, that of the
+        roofline."""
+        size = group.flops if group.kind in BY_FLOPS else group.moved_bytes
+        own = self._signed.get(group.signature)
+        if own is not None:
+            return interpolated_s(own.points, size)
+        curves = self._curves.get((group.kind, group.dtype)) or self._curves.get((group.kind, "float32"))
+        if not curves:
+            of_peak, of_bandwidth = _efficiencies(self._machine, group.kind)
+            compute_s = group.flops / (of_peak * self._machine.peak_flops)
+            memory_s = group.moved_bytes / (of_bandwidth * self._machine.memory_Bps)
+            return max(compute_s, memory_s) + self._machine.overhead_s
+        return _between(curves, size, group.flops / max(group.moved_bytes, 1.0))
+
+
+def _between(curves: Sequence[KernelCurve], size: float, intensity: float) -> float:
+    """Interpolate between the curves of the next lower and the next higher intensity. Below the lowest one, kernels
+    are bound by memory: their time is in proportion to their bytes."""
+    times = [interpolated_s(curve.points, size) for curve in curves]
+    if intensity < curves[0].intensity:
+        return times[0] * curves[0].intensity / max(intensity, 0.1 * curves[0].intensity)
+    for (below, below_s), (above, above_s) in pairwise(zip(curves, times, strict=True)):
+        if intensity <= above.intensity:
+            share = log(intensity / below.intensity) / log(above.intensity / below.intensity)
+            return float(below_s * (above_s / below_s) ** share)
+    return times[-1]
 
 
 def _efficiencies(machine: Machine, kind: str) -> tuple[float, float]:

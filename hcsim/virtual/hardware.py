@@ -16,7 +16,7 @@ from hcsim.config import CATALOGUE, Machine, Node
 from hcsim.errors import ConfigError
 from hcsim.runtime.clock import Limit
 from hcsim.runtime.host import Chip, Work
-from hcsim.runtime.work_time import seconds
+from hcsim.runtime.work_time import KernelTimes, seconds
 from hcsim.virtual.loop import VirtualLoop
 from hcsim.virtual.processor import Cores
 
@@ -104,6 +104,7 @@ class VirtualDevice:
         self._share = 1.0
         self._running = 0
         self._machine = machine
+        self._times = KernelTimes(machine)
         self._factors: list[float] = []
         self._stuck = 0
         """The number of faults that hang the device."""
@@ -143,7 +144,7 @@ class VirtualDevice:
         if into is not None and self._spoilers:
             self._spoilers = [spoiler for spoiler in self._spoilers if not spoiler(into)]
         # At full speed; but launching kernels takes as long on a machine that is throttled.
-        lasts_s = (seconds(self._machine, work, self.throttle) + waited_s) * self.throttle
+        lasts_s = (seconds(self._machine, work, self.throttle, self._times) + waited_s) * self.throttle
         if lasts_s > 0.0 or self._stuck:
             with self._busy():
                 self._busy_until_s = max(self._busy_until_s, self._pace.now()) + lasts_s

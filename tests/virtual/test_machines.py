@@ -101,6 +101,27 @@ def test_kinds_of_kernels_have_efficiencies_of_their_own():
     assert seconds(machine, Work(5e11, 9e9)) == pytest.approx(1.001), "a whole step, of unknown kinds"
 
 
+def test_between_two_curves_of_a_kind_the_time_follows_the_intensity():
+    low = KernelCurve("convolution", ((1e6, 4e-4), (1e8, 4e-2)), intensity=1.0)
+    high = KernelCurve("convolution", ((1e6, 1e-4), (1e8, 1e-2)), intensity=100.0)
+    measured = Machine("mini", 1e12, 1e11, kernels=(high, low))
+
+    def lasts_s(intensity: float) -> float:
+        return seconds(measured, Work(groups=(KernelGroup("convolution", 1e8, 1e8 / intensity),)))
+
+    assert lasts_s(1.0) == pytest.approx(4e-2)
+    assert lasts_s(10.0) == pytest.approx(2e-2)
+    assert lasts_s(100.0) == lasts_s(1000.0) == pytest.approx(1e-2)
+    assert lasts_s(0.5) == pytest.approx(8e-2)  # twice the bytes
+
+
+def test_an_operation_that_was_measured_by_itself_takes_that_time():
+    own = KernelCurve("copy", ((4e3, 7e-6),), signature="clone(10x100)")
+    measured = Machine("mini", 1e12, 1e11, kernels=(KernelCurve("copy", ((4e3, 2e-6),)), own))
+    same, other = (KernelGroup("copy", 0.0, 4e3, signature=name) for name in ("clone(10x100)", "clone(100x10)"))
+    assert seconds(measured, Work(groups=(same, other))) == pytest.approx(9e-6)
+
+
 def test_a_file_brings_machines_of_its_own_that_its_nodes_name():
     text = """
 name = "measured"

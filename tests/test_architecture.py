@@ -31,8 +31,11 @@ OFF_LIMITS = (
 )  # fmt: skip
 OFF_LIMITS_METHODS = ("time", "run_in_executor", "sock_connect", "create_connection", "create_server")
 """Of the event loop, however it is called there."""
-TORCH_ITSELF = ("training/tasks/", "training/modules/", "torch_backend/", "checkpoints/", "scripts/rank/")
-"""Folders whose modules compute with torch."""
+TORCH_ITSELF = (
+    "training/tasks/", "training/modules/", "torch_backend/", "checkpoints/", "scripts/rank/", "torch_kernels.py",
+    "twin/kernels.py",
+)  # fmt: skip
+"""Folders and modules that compute with torch."""
 BY_ADDRESS = ("id", "hash")
 IN_ORDER = ("list", "tuple", "enumerate", "iter", "zip", "map", "filter", "reversed", "fromkeys", "join", "extend")
 """Calls that keep the order of what they are given."""

@@ -12,10 +12,13 @@ from contextlib import suppress
 from importlib import import_module
 from importlib.machinery import PathFinder
 from pathlib import Path
+from typing import Literal, TypeAlias
 
 import msgspec
 
 MASTER_PORT = 29500
+Grouping: TypeAlias = Literal["kind", "signature"]
+"""How kernels are told apart: by kind and size, or also by operation and shapes."""
 
 
 class RankSpec(msgspec.Struct, frozen=True):
@@ -32,6 +35,8 @@ class RankSpec(msgspec.Struct, frozen=True):
     """The initial seed of the script's random number generators, before it sets one."""
     life: int = 1
     """How often the machine has been started."""
+    grouping: Grouping | None = None
+    """How kernels are counted, for a machine whose kernels were measured."""
 
 
 def environment(rank: int, world: int, first: str, life: int) -> dict[str, str]:

@@ -30,6 +30,7 @@ from hcsim import errors
 from hcsim.calls import GroupCall
 from hcsim.collectives.buffers import Array
 from hcsim.errors import CollectiveError, CompressionError, HcsimError
+from hcsim.runtime.host import KernelGroup
 from hcsim.transport.messages import Schema, describe, revive
 
 _LENGTH = struct.Struct("!I")
@@ -62,6 +63,8 @@ class Computed(_Told, frozen=True):
     """Bytes moved by memory-bound kernels."""
     kernels: int = 0
     seconds: float = 0.0
+    groups: tuple[KernelGroup, ...] = ()
+    """The kernels by kind and size, for a machine whose kernels were measured."""
 
 
 class Printed(_Told, frozen=True):

@@ -20,6 +20,7 @@ from hcsim.collectives.select import Options
 from hcsim.errors import HcsimError, UsageError
 from hcsim.launch import DEFAULT_PORT
 from hcsim.runtime.host import Work
+from hcsim.scripts.environment import Grouping
 from hcsim.scripts.ipc import (
     Awaited,
     CallFinished,
@@ -201,6 +202,8 @@ class RankProxy:
                 case Printed(stream, text):
                     say(stream, text)
                 case Stepped():
+                    if self._host.machine.step_s:
+                        await self._host.clock.sleep(self._host.machine.step_s)
                     self._record.steps_s.append(self._host.loop.time())
                     self._host.trace("step", self._record.rank, len(self._record.steps_s))
                 case Grown():
@@ -238,7 +241,7 @@ class RankProxy:
         began_s = self._host.loop.time()
         self._record.flops += done.flops
         flops = done.flops + done.moved_bytes * self._flops_per_byte
-        await self._host.device.run(Work(flops=flops, kernels=done.kernels), lambda: None)
+        await self._host.device.run(Work(flops=flops, kernels=done.kernels, groups=done.groups), lambda: None)
         self._record.compute_s += self._host.loop.time() - began_s
         if done.seconds:
             await self._host.clock.sleep(done.seconds)
@@ -310,6 +313,13 @@ class RankProxy:
 def _mark(over: asyncio.Future[None]) -> None:
     if not over.done():
         over.set_result(None)
+
+
+def grouping(host: VirtualHost) -> Grouping | None:
+    """Return how the kernels of the host's script are told apart."""
+    if not host.machine.kernels:
+        return None
+    return "signature" if any(curve.signature for curve in host.machine.kernels) else "kind"
 
 
 def flops_per_byte(host: VirtualHost) -> float:

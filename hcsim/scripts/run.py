@@ -20,7 +20,7 @@ from hcsim.runtime.frame import HEADER_BYTES
 from hcsim.scripts.environment import RankSpec
 from hcsim.scripts.ipc import ended_how
 from hcsim.scripts.processes import RankProcess, RankProcesses
-from hcsim.scripts.rank_proxy import GroupDirectory, RankGroups, RankProxy, RankStats, flops_per_byte
+from hcsim.scripts.rank_proxy import GroupDirectory, RankGroups, RankProxy, RankStats, flops_per_byte, grouping
 from hcsim.scripts.store import PORT as STORE_PORT
 from hcsim.scripts.store import StoreClient, StoreService
 from hcsim.telemetry.metrics import HistogramSeries, HostMetrics
@@ -127,7 +127,9 @@ class _ScriptWorld(World):
         if rank == 0:
             host.spawn(StoreService().serve(host, await host.listen(store)), name="store")
         seed = stream(self.scenario.seed, "script", host.name, host.life).getrandbits(32)
-        spec = RankSpec(rank, len(names), names[0], str(script), arguments, flops_per_byte(host), seed, host.life)
+        spec = RankSpec(
+            rank, len(names), names[0], str(script), arguments, flops_per_byte(host), seed, host.life, grouping(host)
+        )
         process = self._running[host.name] = self._processes.start(spec)
         groups = RankGroups(host, rank, self._directory)
         record = self._records[rank]

@@ -180,6 +180,37 @@ def test_work_is_charged_by_the_roofline_of_the_machine(run_well: Runner) -> Non
     assert sum_s == pytest.approx(seconds(machine, Work(moved_bytes=3 * 4 * 512**2)) + reading_s, abs=1e-9)
 
 
+def test_where_kernels_were_measured_work_is_charged_by_their_curves_and_a_step_its_rest(run_well: Runner) -> None:
+    text = """
+    a = torch.ones(512, 512)
+    began = time.perf_counter()
+    a @ a
+    middle = time.perf_counter()
+    for _ in range(10):
+        a + a
+    summed = time.perf_counter()
+    a.requires_grad_()
+    a.grad = torch.zeros(512, 512)
+    optimizer = torch.optim.SGD([a])
+    before = time.perf_counter()
+    optimizer.step()
+    tell([middle - began, summed - middle, time.perf_counter() - before])
+    """
+    curves = (
+        KernelCurve("matmul", ((1e6, 1e-3), (1e9, 1.0))),
+        KernelCurve("elementwise", ((1e3, 1e-3),)),
+        KernelCurve("update", ((1e3, 1e-3),)),
+    )
+    scenario = minis(1)
+    machine = replace(machine_of(scenario.nodes[0]), kernels=curves, step_s=0.25)
+    scenario = replace(scenario, nodes=(replace(scenario.nodes[0], machine=machine),))
+    product_s, sums_s, step_s = run_well(scenario, text).value(0)
+    size_bytes, reading_s = 4 * 512**2, 1e-6
+    assert product_s == pytest.approx(1e-3 + 0.999 * (2 * 512**3 - 1e6) / 999e6 + reading_s)
+    assert sums_s == pytest.approx(10 * 3 * size_bytes * 1e-6 + reading_s)
+    assert step_s == pytest.approx(3 * size_bytes * 1e-6 + 0.25, rel=0.01)
+
+
 def test_a_crash_ends_the_process_and_the_others_are_told_whose_machine_it_was(run_text: Runner) -> None:
     text = """
     print(os.getpid())

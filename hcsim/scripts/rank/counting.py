@@ -2,24 +2,20 @@
 
 A kernel takes as long as the slower of its arithmetic and its memory traffic (the roofline, see
 `virtual.hardware`). So each kernel is counted as compute-bound or memory-bound, by the machine's balance: with
-sums over both kinds, half of the work would hide behind the other half. FLOPs come from torch's own table.
-Bytes are those of all input and output tensors. Views and other operations that move no data are free, and so
-is the script's own Python.
+sums over both kinds, half of the work would hide behind the other half. For a machine whose kernels were measured
+they are counted by kind and size as well (see `torch_kernels`). The script's own Python is free.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
-import torch
-from torch import Tensor
 from torch._ops import OpOverload
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 
+from hcsim.scripts.environment import Grouping
 from hcsim.scripts.ipc import Computed
 from hcsim.scripts.rank.simulator import SimulatorClient
+from hcsim.torch_kernels import Kernel, KernelMode, KernelTally, Operation, kernel_of, signature_of, size_bytes
 
 MOST_KERNELS = 64
 MOST_FLOPS = 1e9
@@ -27,27 +23,16 @@ MOST_FLOPS = 1e9
 virtual time while this rank computes. After an answer the limit of kernels begins at one and doubles,
 since other ranks may be waiting for this rank's next report."""
 
-Formula: TypeAlias = Callable[[Sequence[Any], dict[str, Any], Any], float]
 
-_FREE_NAMESPACES = ("c10d", "_c10d_functional", "prim", "profiler", "inductor")
-_FREE = (
-    "_unsafe_view", "_reshape_alias", "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "set_",
-    "resize_", "_local_scalar_dense", "lift_fresh", "_assert_async", "is_same_size", "record_stream",
-)  # fmt: skip
-_MADE_OF_OTHERS = ("DTensor", "AsyncCollectiveTensor")
-"""Wrapper tensors: their operations on the inner plain tensors are counted instead."""
-_WITHOUT_DATA = ("FakeTensor",)
-"""Tensors without data, which torch uses to infer shapes."""
-
-
-class WorkCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class WorkCounter(KernelMode):  # type: ignore[no-untyped-call]
     """Active in the script's main thread, which also runs the backward pass."""
 
-    def __init__(self, simulator: SimulatorClient, flops_per_byte: float) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+    def __init__(self, simulator: SimulatorClient, flops_per_byte: float, by: Grouping | None = None) -> None:
+        super().__init__()
         self._simulator = simulator
         self._flops_per_byte = flops_per_byte
-        self._kinds: dict[OpOverload, Formula | None] = {}
+        self._tally = KernelTally() if by is not None else None
+        self._signed = by == "signature"
         self.extra_s = 0.0
         """Time for operations other than torch's, such as reading the clock."""
         self.kernels = 0
@@ -55,32 +40,24 @@ class WorkCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._flops = 0.0
         self._moved_bytes = 0.0
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # its wrapper would cost as much as we do
-
-    def __torch_dispatch__(
-        self, func: OpOverload, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if types:
-            if _among(types, _MADE_OF_OTHERS):
-                return NotImplemented
-            if _among(types, _WITHOUT_DATA):
-                return func(*args, **(kwargs or {}))
-        kind = self._kinds.get(func, _unseen)
-        if kind is _unseen:
-            kind = self._kinds[func] = _kind(func)
-        if kind is _composite:
-            with self:
-                return func.decompose(*args, **(kwargs or {}))
-        result = func(*args, **kwargs) if kwargs else func(*args)
-        if kind is not None:
-            moved = _size_bytes(args) + (_size_bytes(result) if type(result) is not Tensor else result.nbytes)
-            self.add(kind(args, kwargs or {}, result), moved)
+    def launch(self, func: OpOverload, operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # The signature first: an operation may change its arguments.
+        signature = signature_of(func, args, kwargs) if self._signed else ""
+        result = func(*args, **kwargs)
+        moved_bytes = size_bytes(args) + size_bytes(result)
+        flops = operation.flops(args, kwargs, result)
+        if self._tally is not None:
+            self._tally.add(kernel_of(operation, flops, moved_bytes, args, result), signature)
+        self._count(flops, moved_bytes)
         return result
 
     def add(self, flops: float, moved_bytes: float) -> None:
-        """Count one kernel."""
+        """Count a kernel that is not torch's."""
+        if self._tally is not None:
+            self._tally.add(Kernel("matmul" if flops > moved_bytes else "elementwise", flops, moved_bytes, "float32"))
+        self._count(flops, moved_bytes)
+
+    def _count(self, flops: float, moved_bytes: float) -> None:
         if flops > self._flops_per_byte * moved_bytes:
             self._flops += flops
         else:
@@ -96,69 +73,8 @@ class WorkCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def take(self) -> Computed | None:
         if not self.kernels and not self.extra_s:
             return None
-        done = Computed(self._flops, self._moved_bytes, self.kernels, self.extra_s)
+        groups = self._tally.take() if self._tally is not None else ()
+        done = Computed(self._flops, self._moved_bytes, self.kernels, self.extra_s, groups)
         self._flops = self._moved_bytes = self.extra_s = 0.0
         self.kernels = 0
         return done
-
-
-def _size_bytes(values: Any) -> int:
-    if isinstance(values, Tensor):
-        return values.nbytes if values.layout is torch.strided else 0
-    total = 0
-    if isinstance(values, tuple | list):
-        for value in values:
-            if type(value) is Tensor or type(value) is torch.nn.Parameter:
-                total += value.nbytes
-            elif isinstance(value, Tensor | tuple | list):
-                total += _size_bytes(value)
-    return total
-
-
-def _among(types: Sequence[type], names: Sequence[str]) -> bool:
-    return any(kind.__name__ in names for kind in types)
-
-
-def _kind(func: OpOverload) -> Formula | None:
-    """Return the formula of its FLOPs; None for an operation that is free."""
-    packet = func.overloadpacket
-    if func.namespace in _FREE_NAMESPACES or packet.__name__ in _FREE or packet.__name__.startswith("sym_"):
-        return None
-    if any(value.alias_info is not None and not value.alias_info.is_write for value in func._schema.returns):
-        return None
-    formula = flop_registry.get(packet)
-    if formula is not None:
-        return _by_formula(formula)
-    if torch._C._dispatch_has_kernel_for_dispatch_key(func._name, "CompositeImplicitAutograd"):
-        return _composite
-    return _nothing
-
-
-def _by_formula(formula: Callable[..., Any]) -> Formula:
-    of_shapes = getattr(formula, "__wrapped__", None)
-    if of_shapes is None:
-        return lambda args, kwargs, result: float(formula(*args, out_val=result, **kwargs))
-
-    def flops(args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> float:
-        named = {name: _shape(value) for name, value in kwargs.items()}
-        return float(of_shapes(*map(_shape, args), out_shape=_shape(result), **named))
-
-    return flops
-
-
-def _shape(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.shape
-    return tuple(map(_shape, value)) if isinstance(value, tuple) else value
-
-
-def _nothing(args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> float:
-    return 0.0
-
-
-def _unseen(args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> float:
-    raise AssertionError("it is looked at first")
-
-
-def _composite(args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> float:
-    raise AssertionError("it is taken apart, and its parts are counted")

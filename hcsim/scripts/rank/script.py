@@ -41,7 +41,7 @@ def run_script(spec: RankSpec, connection: int, arena: int) -> NoReturn:
     """Run the script to its end, report how it ended, and exit the process."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     simulator = SimulatorClient(IpcConnection(socket.socket(fileno=connection), ANSWERS), SharedMemoryAllocator(arena))
-    counter = simulator.work = WorkCounter(simulator, spec.flops_per_byte)
+    counter = simulator.work = WorkCounter(simulator, spec.flops_per_byte, spec.grouping)
     install_output(simulator)
     clock = ScriptClock(simulator, counter)
     os.register_at_fork(after_in_child=lambda: _no_rank(simulator, clock))

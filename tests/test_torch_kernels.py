@@ -1,0 +1,108 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._ops import OpOverload
+
+from hcsim.torch_kernels import Kernel, KernelMode, KernelTally, Operation, kernel_of, signature_of, size_bytes
+
+
+class _Seen(KernelMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernels: list[Kernel] = []
+        self.signatures: list[str] = []
+
+    def launch(self, func: OpOverload, operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.signatures.append(signature_of(func, args, kwargs))
+        result = func(*args, **kwargs)
+        flops = operation.flops(args, kwargs, result)
+        self.kernels.append(kernel_of(operation, flops, size_bytes(args) + size_bytes(result), args, result))
+        return result
+
+
+def seen(function: Callable[[], object]) -> _Seen:
+    with _Seen() as mode:
+        function()
+    return mode
+
+
+def kinds(function: Callable[[], object]) -> list[str]:
+    return [kernel.kind for kernel in seen(function).kernels]
+
+
+def test_a_product_has_the_flops_and_bytes_of_its_matrices():
+    a, b = torch.ones(30, 20), torch.ones(20, 10)
+    assert seen(lambda: a @ b).kernels == [Kernel("matmul", 2.0 * 30 * 20 * 10, 4 * (600 + 200 + 300), "float32")]
+
+
+def test_a_gather_moves_the_rows_that_it_takes():
+    table, rows = torch.ones(1000, 8), torch.zeros(5, dtype=torch.int64)
+    assert seen(lambda: table[rows]).kernels == [Kernel("gather", 0.0, 2 * 4 * 5 * 8, "float32")]
+
+
+def test_a_convolution_of_each_channel_does_the_flops_of_its_groups_in_both_directions():
+    layer, images = nn.Conv2d(16, 16, 3, padding=1, groups=16, bias=False), torch.ones(2, 16, 8, 8, requires_grad=True)
+    forward, *_, backward = (
+        kernel for kernel in seen(lambda: layer(images).sum().backward()).kernels if "convolution" in kernel.kind
+    )
+    assert (forward.kind, backward.kind) == ("grouped_convolution", "grouped_convolution_backward")
+    assert forward.flops == 2.0 * 2 * 16 * 8 * 8 * 9
+    assert backward.flops == 2 * forward.flops
+
+
+def test_causal_attention_does_half_of_the_products():
+    q = torch.ones(2, 4, 64, 16)
+    attend = nn.functional.scaled_dot_product_attention
+
+    def flops(causal: bool) -> float:
+        kernels = seen(lambda: attend(q, q, q, is_causal=causal)).kernels
+        return sum(kernel.flops for kernel in kernels if kernel.kind == "attention")
+
+    assert flops(False) == 4.0 * 2 * 4 * 64 * 64 * 16
+    assert flops(True) == flops(False) / 2
+
+
+def test_an_lstm_does_two_flops_for_each_weight_and_sample():
+    lstm, words = nn.LSTM(8, 16), torch.ones(5, 3, 8)
+    weights = 4 * 16 * (8 + 16)
+    recurrent = [kernel for kernel in seen(lambda: lstm(words)).kernels if kernel.kind == "recurrent"]
+    if not recurrent:
+        pytest.skip("torch computes an LSTM of single products here")
+    assert sum(kernel.flops for kernel in recurrent) == 2.0 * 5 * 3 * weights
+
+
+def test_views_are_free_and_changes_in_place_are_updates():
+    x = torch.ones(4, 6)
+    assert kinds(lambda: x.t().reshape(6, 4)[:2].unsqueeze(0)) == []
+    assert kinds(lambda: x.add_(1)) == ["update"]
+    assert kinds(lambda: x + 1) == ["elementwise"]
+    assert kinds(lambda: x.t().contiguous()) == ["copy"]
+    assert kinds(lambda: x.softmax(-1)) == ["norm"]
+    assert kinds(lambda: nn.functional.gelu(x)) == ["gelu"]
+    assert kinds(lambda: torch.rand(3)) == ["random"]
+
+
+def test_a_tally_joins_kernels_of_like_sizes_and_keeps_their_sums():
+    tally = KernelTally()
+    for size in (1000.0, 1010.0, 5000.0):
+        tally.add(Kernel("copy", 0.0, size, "float32"))
+    tally.add(Kernel("copy", 0.0, 1000.0, "float64"))
+    groups = tally.take()
+    assert [(group.moved_bytes, group.count, group.dtype) for group in groups] == [
+        (1005.0, 2, "float32"),
+        (5000.0, 1, "float32"),
+        (1000.0, 1, "float64"),
+    ]
+    assert tally.take() == ()
+
+
+def test_a_signature_tells_shapes_strides_and_settings_apart():
+    x = torch.ones(4, 6)
+    names = seen(lambda: (x.sum(0), x.sum(1), x.t().clone(), x.clone())).signatures
+    assert len(dict.fromkeys(names)) == 4
+    assert seen(lambda: x.sum(0)).signatures == names[:1]

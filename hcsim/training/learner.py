@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from hcsim.runtime.channel import Phantom
 from hcsim.runtime.host import Host, Work
-from hcsim.training.optimizer import Optimizer, clip
+from hcsim.training.optimizer import Optimizer, clip, update_work
 from hcsim.training.task import Flat, Indices, Task, backward_work, forward_work
 
 T = TypeVar("T")
@@ -72,7 +72,7 @@ class Learner:
         """Clip the gradients in place; do nothing if `max_norm` is None."""
         if max_norm is not None:
             gradients = self.replica.gradients
-            work = Work(3.0 * gradients.nbytes / 4, 3.0 * gradients.nbytes)
+            work = update_work(3.0 * gradients.nbytes / 4, 3.0 * gradients.nbytes)
             await self.run(work, partial(clip, gradients, max_norm))
 
     async def update(self, lr: float) -> None:

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from hcsim.errors import UsageError
 from hcsim.runtime.channel import Phantom
-from hcsim.runtime.host import Work
+from hcsim.runtime.host import KernelGroup, Work
 from hcsim.training.layout import FLOAT_BYTES
 from hcsim.training.task import Flat
 
@@ -72,7 +72,7 @@ class Sgd(msgspec.Struct, frozen=True, tag="sgd", tag_field="kind"):
     def work(self, length: int) -> Work:
         """Parameters and momentum are read and written, gradients read."""
         flops, arrays = (4.0, 5.0) if self.momentum else (2.0, 3.0)
-        return Work(flops * length, arrays * FLOAT_BYTES * length)
+        return update_work(flops * length, arrays * FLOAT_BYTES * length)
 
 
 class AdamW(msgspec.Struct, frozen=True, tag="adamw", tag_field="kind"):
@@ -93,7 +93,12 @@ class AdamW(msgspec.Struct, frozen=True, tag="adamw", tag_field="kind"):
 
     def work(self, length: int) -> Work:
         """Parameters and both moments are read and written, gradients read."""
-        return Work(14.0 * length, 7.0 * FLOAT_BYTES * length)
+        return update_work(14.0 * length, 7.0 * FLOAT_BYTES * length)
+
+
+def update_work(flops: float, moved_bytes: float) -> Work:
+    """Return the work of an update in place."""
+    return Work(flops, moved_bytes, groups=(KernelGroup("update", flops, moved_bytes),))
 
 
 class _Idle:

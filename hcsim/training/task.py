@@ -8,6 +8,7 @@ phantoms, and in real and virtual time.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from math import prod
 from typing import Protocol, TypeAlias
 
@@ -16,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hcsim.runtime.channel import Phantom
-from hcsim.runtime.host import Work
+from hcsim.runtime.host import KernelGroup, Work
 from hcsim.training.layout import FLOAT_BYTES, Layout
 
 Indices: TypeAlias = npt.NDArray[np.int64]
@@ -125,10 +126,36 @@ def forward_work(task: Task, samples: int) -> Work:
         samples * sum(block.flops for block in task.blocks),
         sum(FLOAT_BYTES * block.length + samples * block.moved_bytes for block in task.blocks),
         sum(block.kernels for block in task.blocks),
+        tuple(group for block in task.blocks for group in _kernels(block, samples)[0]),
     )
 
 
 def backward_work(block: Block, samples: int) -> Work:
     """Return the work of the backward pass through one block: twice the forward pass, and its gradients written."""
     moved_bytes = FLOAT_BYTES * block.length + samples * block.moved_bytes
-    return Work(2 * samples * block.flops, 2 * moved_bytes, 2 * block.kernels)
+    return Work(2 * samples * block.flops, 2 * moved_bytes, 2 * block.kernels, _kernels(block, samples)[1])
+
+
+@lru_cache(maxsize=4096)
+def _kernels(block: Block, samples: int) -> tuple[tuple[KernelGroup, ...], tuple[KernelGroup, ...]]:
+    """Return the kernels of the forward and of the backward pass, by the shapes of the parameters.
+
+    Each matrix is of a product, and does its share of the FLOPs; a tensor of more dimensions is of a convolution. The
+    others are elementwise. All move equal parts of the activations."""
+    weights = [shape for _, shape in block.shapes if len(shape) > 1] if block.flops else []
+    others = max(0, block.kernels - len(weights))
+    moved_bytes = samples * block.moved_bytes / max(1, len(weights) + others)
+    forward, backward = [], []
+    for shape in weights:
+        flops = samples * block.flops * prod(shape) / sum(map(prod, weights))
+        touched_bytes = moved_bytes + FLOAT_BYTES * prod(shape)
+        if len(shape) > 2:
+            forward.append(KernelGroup("convolution", flops, touched_bytes))
+            backward.append(KernelGroup("convolution_backward", 2 * flops, 2 * touched_bytes))
+        else:
+            forward.append(KernelGroup("matmul", flops, touched_bytes))
+            backward.append(KernelGroup("matmul", flops, touched_bytes, 2))
+    if others:
+        forward.append(KernelGroup("elementwise", 0.0, moved_bytes, others))
+        backward.append(KernelGroup("elementwise", 0.0, moved_bytes, 2 * others))
+    return tuple(forward), tuple(backward)

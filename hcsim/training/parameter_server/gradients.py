@@ -21,6 +21,7 @@ from hcsim.runtime.channel import Phantom
 from hcsim.runtime.host import Work
 from hcsim.training.layout import FLOAT_BYTES, Layout
 from hcsim.training.learner import Learner
+from hcsim.training.optimizer import update_work
 from hcsim.training.parameter_server.messages import Push
 from hcsim.training.task import Flat
 
@@ -124,7 +125,7 @@ async def average(learner: Learner, received: Iterable[ReceivedPush]) -> None:
     """Put the mean over all samples in the place of the learner's gradients. Changes the received arrays."""
     terms, mean = [(each.sums, each.push.samples) for each in received], learner.replica.gradients
     elements = len(terms) * learner.layout.length
-    work = Work(2.0 * elements, 5.0 * FLOAT_BYTES * elements)
+    work = update_work(2.0 * elements, 5.0 * FLOAT_BYTES * elements)
     if isinstance(mean, Phantom):
         await learner.run(work, lambda: None)
     else:

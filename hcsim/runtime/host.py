@@ -167,6 +167,8 @@ class Work(msgspec.Struct, frozen=True):
     """Kernels launched one after the other, each with the machine's launch overhead."""
     groups: tuple[KernelGroup, ...] = ()
     """The same work by kind of kernel, for a machine whose kernels were measured; empty where it is not known."""
+    steps: int = 0
+    """Training steps that end with this work; each costs what the machine's steps cost beside their kernels."""
 
 
 class Chip(msgspec.Struct, frozen=True):

@@ -10,6 +10,7 @@ from typing import TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+from msgspec.structs import replace
 
 from hcsim.runtime.channel import Phantom
 from hcsim.runtime.host import Host, Work
@@ -47,7 +48,7 @@ class Learner:
         self.replica = task.replica(seed, host.device.torch_name)
         self.layout = self.replica.layout
         self.stepper = optimizer.open(self.replica.parameters)
-        self._update_work = optimizer.work(self.layout.length)
+        self._update_work = replace(optimizer.work(self.layout.length), steps=1)
 
     async def gradients(self, batch: Indices, ready: Callable[[int], Awaitable[None]] | None = None) -> float:
         """Compute the gradients of the batch in place, and return the mean loss. `ready` is called with each block

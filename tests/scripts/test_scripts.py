@@ -11,9 +11,10 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from msgspec.structs import replace
 from torch import nn
 
-from hcsim.config import Crash, Pause, Restart, Scenario, parse_scenario
+from hcsim.config import Crash, KernelCurve, Pause, Restart, Scenario, parse_scenario
 from hcsim.runtime.host import Work
 from hcsim.runtime.work_time import seconds
 from hcsim.scripts.fork_server import START_METHOD

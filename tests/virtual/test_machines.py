@@ -115,6 +115,14 @@ def test_between_two_curves_of_a_kind_the_time_follows_the_intensity():
     assert lasts_s(0.5) == pytest.approx(8e-2)  # twice the bytes
 
 
+def test_a_step_costs_what_the_machine_needs_beside_its_kernels():
+    curves = (KernelCurve("update", ((1e3, 1e-6),)),)
+    machine = Machine("mini", 1e12, 1e11, kernels=curves, step_s=3e-3)
+    groups = (KernelGroup("update", 0.0, 1e3),)
+    assert seconds(machine, Work(groups=groups, steps=1)) == pytest.approx(3e-3 + 1e-6)
+    assert seconds(machine, Work(kernels=0, steps=1)) == pytest.approx(3e-3)
+
+
 def test_an_operation_that_was_measured_by_itself_takes_that_time():
     own = KernelCurve("copy", ((4e3, 7e-6),), signature="clone(10x100)")
     measured = Machine("mini", 1e12, 1e11, kernels=(KernelCurve("copy", ((4e3, 2e-6),)), own))

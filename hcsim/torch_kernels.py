@@ -184,7 +184,7 @@ def _recurrent_flops(args: Sequence[Any]) -> float:
     """Two for each weight and each sample of each step."""
     given = [value for part in args[1:3] for value in (part if isinstance(part, list | tuple) else [part])]
     weights = sum(value.numel() for value in given if isinstance(value, Tensor) and value.dim() == 2)
-    return 2.0 * weights * args[0].numel() / args[0].shape[-1]
+    return float(2 * weights * args[0].numel() / args[0].shape[-1])
 
 
 def _attention_flops(query: Tensor, key: Tensor) -> float:

@@ -15,7 +15,6 @@ from msgspec.structs import replace
 from hcsim.config.machine import Basis, KernelCurve, Machine
 from hcsim.real.hardware import RealDevice, installed_versions, system_name, this_chip
 from hcsim.twin.codecs import measure_codec, usual_specs
-from hcsim.twin.kernels import measure_kernels
 from hcsim.twin.timing import rounded
 from hcsim.units import ByteRate, Bytes, FlopRate, PositiveShare, Seconds
 
@@ -43,9 +42,15 @@ def measure_machine(name: str, device: str, before: Machine | None, heat_s: floa
     `before` is what was measured earlier, of which each part is kept until it has been measured again. With `heat_s`
     the machine is kept busy for so long, to find the speed that it sustains."""
     basis = measured_now(device)
+    from hcsim.twin.kernels import measure_kernels  # torch takes seconds to load
+
     tell(f"kernels on {device}")
-    machine = with_kernels(name, before, measure_kernels(device, basis), device, basis)
-    yield machine
+    machine = before
+    for kernels in measure_kernels(device, basis):
+        machine = with_kernels(name, machine, kernels.curves, device, basis)
+        machine = replace(machine, step_s=Seconds(rounded(kernels.rest.step_s)), step_basis=basis(0.0))
+        yield machine
+    assert machine is not None
     chosen = usual_specs()
     for number, spec in enumerate(chosen, start=1):
         tell(f"compressor {number} of {len(chosen)}: {spec}")

@@ -1,0 +1,1 @@
+"""Predicted against measured step times of models that no curve was measured for."""

@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from experiments.compute.__main__ import Record
+from hcsim.config import Basis
+from hcsim.config.machine import interpolated_s
+from hcsim.torch_kernels import Kernel
+from hcsim.twin.kernels import Rest, Sample, TimedStep, curves_of, own_curves, rest_of, time_kernels
+
+RECORDED = Path(__file__).with_name("compute.json")
+
+
+def provenance(spread: float) -> Basis:
+    return Basis("measured", "a test", "2026-11-19", spread)
+
+
+def copies(sizes: list[float], seconds: list[float]) -> list[Sample]:
+    return [
+        Sample("clone", f"clone({size})", Kernel("copy", 0.0, size, "float32"), [lasts_s])
+        for size, lasts_s in zip(sizes, seconds, strict=True)
+    ]
+
+
+def test_a_curve_goes_through_what_was_measured():
+    sizes = [2.0**power for power in np.linspace(10, 24, 60)]
+    (curve,) = curves_of(copies(sizes, [5e-6 + size / 1e10 for size in sizes]), Rest(), provenance)
+    assert all(earlier[0] < later[0] for earlier, later in pairwise(curve.points))
+    for size in (3e3, 7e4, 1e6, 1e7):
+        assert interpolated_s(curve.points, size) == pytest.approx(5e-6 + size / 1e10, rel=0.15)
+    assert curve.basis.spread < 0.1
+
+
+def test_a_kernel_that_the_system_interrupted_does_not_bend_its_curve():
+    sizes = [2.0**power for power in np.linspace(10, 24, 60)]
+    seconds = [5e-6 + size / 1e10 for size in sizes]
+    seconds[30] *= 50
+    (curve,) = curves_of(copies(sizes, seconds), Rest(), provenance)
+    assert interpolated_s(curve.points, sizes[30]) == pytest.approx(5e-6 + sizes[30] / 1e10, rel=0.3)
+
+
+def test_the_rest_of_a_step_is_found_from_its_kernels_and_their_bytes():
+    timed = []
+    for count, size in ((3, 1e4), (50, 1e3), (20, 1e7), (100, 1e5), (200, 1e6), (10, 3e6)):
+        samples = copies([size] * count, [1e-5] * count)
+        timed.append(TimedStep(samples, [count * (1e-5 + 2e-6 + size * 1e-11) + 3e-4]))
+    rest = rest_of(timed)
+    assert rest.step_s == pytest.approx(3e-4, rel=0.05)
+    assert rest.kernel_s == pytest.approx(2e-6, rel=0.05)
+    assert rest.byte_s == pytest.approx(1e-11, rel=0.05)
+    (curve,) = curves_of(copies([1e3] * 8, [1e-5] * 8), rest, provenance)
+    assert curve.points[0][1] == pytest.approx(1e-5 + 2e-6 + 1e-8, rel=0.01)
+
+
+def test_a_step_has_the_kernels_that_it_launches_with_a_time_for_each_repetition():
+    weights = torch.ones(8, 8, requires_grad=True)
+    samples = time_kernels(lambda: (weights @ weights).sum().backward(), repeats=3)
+    assert [sample.kernel.kind for sample in samples].count("matmul") == 3
+    assert all(len(sample.seconds) == 3 and min(sample.seconds) > 0 for sample in samples)
+    curves = own_curves(samples, Rest(), provenance)
+    assert {curve.signature for curve in curves} == {sample.signature for sample in samples}
+
+
+def test_recorded_steps_are_predicted_from_recorded_kernels():
+    """What changes how kernels are looked up shows here; how they are counted and measured does not."""
+    records = msgspec.json.decode(RECORDED.read_bytes(), type=list[Record])
+    errors = [abs(each.predicted_s(model) / model.step_s - 1) for each in records for model in each.models]
+    assert len(errors) == 28
+    assert np.median(errors) < 0.15
+    assert np.quantile(errors, 0.9) < 0.45
+
+
+def test_a_step_without_its_kernels_by_kind_would_be_predicted_far_worse():
+    """The same steps by the roofline alone, with the best rates of the curves."""
+    records = msgspec.json.decode(RECORDED.read_bytes(), type=list[Record])
+    for each in records:
+        matmul = [size / lasts_s for c in each.curves if c.kind == "matmul" for size, lasts_s in c.points]
+        copied = [size / lasts_s for c in each.curves if c.kind == "copy" for size, lasts_s in c.points]
+        errors, by_kind = [], []
+        for model in each.models:
+            roofline_s = sum(g.count * max(g.flops / max(matmul), g.moved_bytes / max(copied)) for g in model.groups)
+            errors.append(abs(roofline_s / model.step_s - 1))
+            by_kind.append(abs(each.predicted_s(model) / model.step_s - 1))
+        assert np.median(errors) > 2 * np.median(by_kind)

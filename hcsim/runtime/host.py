@@ -167,6 +167,9 @@ class Work(msgspec.Struct, frozen=True):
     """Kernels launched one after the other, each with the machine's launch overhead."""
     groups: tuple[KernelGroup, ...] = ()
     """The same work by kind of kernel, for a machine whose kernels were measured; empty where it is not known."""
+    estimated: bool = False
+    """Whether the kinds are estimated: then the efficiency of a whole step is nearer than those of kinds, and only
+    measured kernels are nearer than that."""
     steps: int = 0
     """Training steps that end with this work; each costs what the machine's steps cost beside their kernels."""
 

@@ -30,9 +30,7 @@ def seconds(machine: Machine, work: Work, throttle: float = 1.0, times: KernelTi
         raise UsageError(f"a throttle of {throttle} is not in (0, 1]")
     steady = machine.sustained if machine.fanless else 1.0
     steps_s = work.steps * machine.step_s
-    # The kinds of a built-in task's work are estimated; the efficiency of a whole step is nearer than those of kinds.
-    by_kind_alone = machine.efficiencies and not (work.flops or work.moved_bytes)
-    if work.groups and (machine.kernels or by_kind_alone):
+    if work.groups and (machine.kernels or (machine.efficiencies and not work.estimated)):
         return (times or KernelTimes(machine)).total_s(work.groups) / (throttle * steady) + steps_s
     compute_s = work.flops / (machine.efficiency_compute * machine.peak_flops)
     memory_s = work.moved_bytes / (machine.efficiency_memory * machine.memory_Bps)

@@ -98,7 +98,7 @@ class AdamW(msgspec.Struct, frozen=True, tag="adamw", tag_field="kind"):
 
 def update_work(flops: float, moved_bytes: float) -> Work:
     """Return the work of an update in place."""
-    return Work(flops, moved_bytes, groups=(KernelGroup("update", flops, moved_bytes),))
+    return Work(flops, moved_bytes, groups=(KernelGroup("update", flops, moved_bytes),), estimated=True)
 
 
 class _Idle:

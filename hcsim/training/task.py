@@ -127,13 +127,16 @@ def forward_work(task: Task, samples: int) -> Work:
         sum(FLOAT_BYTES * block.length + samples * block.moved_bytes for block in task.blocks),
         sum(block.kernels for block in task.blocks),
         tuple(group for block in task.blocks for group in _kernels(block, samples)[0]),
+        estimated=True,
     )
 
 
 def backward_work(block: Block, samples: int) -> Work:
     """Return the work of the backward pass through one block: twice the forward pass, and its gradients written."""
     moved_bytes = FLOAT_BYTES * block.length + samples * block.moved_bytes
-    return Work(2 * samples * block.flops, 2 * moved_bytes, 2 * block.kernels, _kernels(block, samples)[1])
+    return Work(
+        2 * samples * block.flops, 2 * moved_bytes, 2 * block.kernels, _kernels(block, samples)[1], estimated=True
+    )
 
 
 @lru_cache(maxsize=4096)

@@ -99,6 +99,8 @@ def test_kinds_of_kernels_have_efficiencies_of_their_own():
     assert seconds(machine, Work(groups=(KernelGroup("elementwise", 0.0, 2e10, 2),))) == pytest.approx(1.002)
     assert seconds(machine, Work(groups=(KernelGroup("copy", 0.0, 9e10),))) == pytest.approx(1.001)
     assert seconds(machine, Work(5e11, 9e9)) == pytest.approx(1.001), "a whole step, of unknown kinds"
+    estimated = Work(5e11, 9e9, groups=(KernelGroup("matmul", 5e11, 9e9),), estimated=True)
+    assert seconds(machine, estimated) == pytest.approx(1.001)
 
 
 def test_between_two_curves_of_a_kind_the_time_follows_the_intensity():

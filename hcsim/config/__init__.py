@@ -55,7 +55,16 @@ from hcsim.config.faults import (
 )
 from hcsim.config.file import load_scenario, parse_scenario, shipped_scenarios, write_faults, write_job, write_scenario
 from hcsim.config.home import MEDIA, AnyMedium, Cable, Ethernet, Thunderbolt, Tunnel, Wan, Wifi
-from hcsim.config.machine import CATALOGUE, Basis, CodecCurve, KernelCurve, KernelEfficiency, KernelKind, Machine, MessageCosts
+from hcsim.config.machine import (
+    CATALOGUE,
+    Basis,
+    CodecCurve,
+    KernelCurve,
+    KernelEfficiency,
+    KernelKind,
+    Machine,
+    MessageCosts,
+)
 from hcsim.config.scenario import Attachment, Job, Node, Processor, Scenario, Tcp, idealised
 from hcsim.config.training import Training
 

@@ -43,7 +43,7 @@ from hcsim.twin.machine import measured_now
 from hcsim.units import ByteRate, FlopRate, Seconds
 
 TURNS = 3
-STEPS_OF_A_TURN = 3
+STEPS_OF_A_TURN = 2
 
 
 class Measured(msgspec.Struct, frozen=True):

@@ -415,6 +415,88 @@ def graph() -> Step:
     return step_of(module, lambda: ops.cross_entropy(module(nodes), targets), adamw(module.parameters()))
 
 
+class _Llama(nn.Module):
+    """A layer with RMS norms, rotary positions, shared heads for keys and values, and a gated feed-forward."""
+
+    def __init__(self, width: int, heads: int, length: int) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.RMSNorm(width), nn.RMSNorm(width)
+        depth = width // heads
+        self.query, self.out = nn.Linear(width, width, bias=False), nn.Linear(width, width, bias=False)
+        self.both = nn.Linear(width, 2 * depth * (heads // 2), bias=False)
+        self.gate, self.up = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, 3 * width, bias=False)
+        self.down = nn.Linear(3 * width, width, bias=False)
+        angles = torch.outer(torch.arange(length), 10000.0 ** (-torch.arange(0, depth, 2) / depth)).repeat(1, 2)
+        self.cos, self.sin = nn.Buffer(angles.cos()), nn.Buffer(angles.sin())
+        self._heads = heads
+
+    def forward(self, x: Tensor) -> Tensor:
+        given = self.norm1(x)
+        q = self._rotated(self.query(given).unflatten(-1, (self._heads, -1)).transpose(1, 2))
+        k, v = self.both(given).unflatten(-1, (2, self._heads // 2, -1)).unbind(2)
+        k, v = self._rotated(k.transpose(1, 2)).repeat_interleave(2, 1), v.transpose(1, 2).repeat_interleave(2, 1)
+        mixed = ops.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).flatten(2))
+        given = self.norm2(x)
+        return x + self.down(ops.silu(self.gate(given)) * self.up(given))  # type: ignore[no-any-return]
+
+    def _rotated(self, x: Tensor) -> Tensor:
+        low, high = x.chunk(2, -1)
+        return x * self.cos + torch.cat([-high, low], -1) * self.sin
+
+
+def llama() -> Step:
+    layers = (_Llama(192, 6, 128) for _ in range(4))
+    module = nn.Sequential(nn.Embedding(3000, 192), *layers, nn.RMSNorm(192), nn.Linear(192, 3000, bias=False))
+    return step_of(module, predicts_words(module, 3000, 4, 128), adamw(module.parameters()), clip=1.0)
+
+
+class _ConvNext(nn.Module):
+    """ConvNeXt's block: each channel for itself over 7 × 7, then a perceptron (Liu et al., 2022)."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.each, self.norm = nn.Conv2d(width, width, 7, padding=3, groups=width), nn.LayerNorm(width)
+        self.feed = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.feed(self.norm(self.each(x).permute(0, 2, 3, 1))).permute(0, 3, 1, 2)  # type: ignore[no-any-return]
+
+
+def convnext() -> Step:
+    layers = [*(_ConvNext(40) for _ in range(2)), nn.Conv2d(40, 80, 2, 2), *(_ConvNext(80) for _ in range(4))]
+    head = (nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.LayerNorm(80), nn.Linear(80, 100))
+    module = nn.Sequential(nn.Conv2d(3, 40, 4, 4), *layers, *head)
+    return step_of(module, classifies(module, torch.randn(8, 3, 64, 64), 100), adamw(module.parameters()))
+
+
+def autoencoder() -> Step:
+    module = nn.Sequential(
+        nn.Conv2d(3, 32, 4, 2, 1), nn.LeakyReLU(0.2), nn.Conv2d(32, 64, 4, 2, 1), nn.InstanceNorm2d(64, affine=True),
+        nn.LeakyReLU(0.2), nn.Conv2d(64, 128, 4, 2, 1), nn.LeakyReLU(0.2), nn.Flatten(), nn.Linear(128 * 64, 64),
+        nn.Linear(64, 128 * 64), nn.Unflatten(1, (128, 8, 8)), nn.ConvTranspose2d(128, 64, 4, 2, 1),
+        nn.InstanceNorm2d(64, affine=True), nn.ReLU(), nn.ConvTranspose2d(64, 32, 4, 2, 1), nn.ReLU(),
+        nn.ConvTranspose2d(32, 3, 4, 2, 1), nn.Sigmoid(),
+    )  # fmt: skip
+    images = torch.rand(8, 3, 64, 64)
+    return step_of(module, lambda: ops.mse_loss(module(images), images), adamw(module.parameters()))
+
+
+class _Gru(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.gru, self.head = nn.GRU(40, width, 2, batch_first=True, bidirectional=True), nn.Linear(2 * width, 48)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.gru(x)[0])  # type: ignore[no-any-return]
+
+
+def gru() -> Step:
+    module, sounds, targets = _Gru(96), torch.randn(16, 60, 40), torch.randint(0, 48, (16, 60))
+    loss = lambda: ops.cross_entropy(module(sounds).transpose(1, 2), targets)  # noqa: E731
+    return step_of(module, loss, adamw(module.parameters()), clip=1.0)
+
+
 MODELS: dict[str, Callable[[], Step]] = {
     "ResNet-18": lambda: resnet((2, 2, 2, 2), False, 32, 32, 8),
     "ResNet-50": lambda: resnet((3, 4, 6, 3), True, 16, 32, 8),
@@ -430,6 +512,10 @@ MODELS: dict[str, Callable[[], Step]] = {
     "WaveNet": wavenet,
     "DLRM": recommender,
     "GCN": graph,
+    "Llama": llama,
+    "ConvNeXt": convnext,
+    "Autoencoder": autoencoder,
+    "GRU": gru,
 }
 
 

@@ -1,7 +1,7 @@
 """The lab: the same job in both worlds, and the error of the prediction.
 
     sudo python -m experiments.fidelity
-    sudo python -m experiments.fidelity --only 100mb,mixed
+    sudo python -m experiments.fidelity --only collectives-100mb,training
     python -m experiments.fidelity --predict
 
 Machines are network namespaces, whose ports have the rate, the queue and the segments of a switch's. A third of the
@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import signal
 import sys
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -24,7 +26,8 @@ from rich.progress import Progress
 
 from experiments import asked
 from experiments.fidelity.calibration import fitted, this_machine
-from experiments.fidelity.cells import Cell, collectives
+from experiments.fidelity.cells import AnyCell, collectives, trainings
+from experiments.fidelity.churn import ChurnCell, churn, measure_churn, predict_churn
 from experiments.fidelity.homes import MEDIA
 from experiments.fidelity.record import Record
 from experiments.fidelity.report import Class, Row, classes, row, save, table
@@ -34,20 +37,25 @@ from hcsim.config.file import write_scenario
 from hcsim.files import write_whole
 from tests.real.namespaces import obstacle
 
+PARTS: dict[str, Callable[[], Sequence[AnyCell | ChurnCell]]] = {
+    **{f"collectives-{medium}": partial(collectives, medium) for medium in MEDIA},
+    "training": trainings,
+    "churn": churn,
+}
 CELLS = "measured.csv"
 CALIBRATION = "calibration.json"
 MACHINE = "machine.toml"
 
 
 def main(
-    only: Annotated[str, typer.Option(help="Media whose cells are measured.")] = ",".join(MEDIA),
+    only: Annotated[str, typer.Option(help="Parts that are measured.")] = ",".join(PARTS),
     predict: Annotated[bool, typer.Option("--predict", help="Measure nothing; predict again.")] = False,
     again: Annotated[bool, typer.Option("--again", help="Measure cells again that were measured.")] = False,
     out: Annotated[Path, typer.Option(help="The folder for the results.")] = Path("results/fidelity"),
     json_file: Annotated[str | None, typer.Option("--json", help="Write one row per cell to this file.")] = None,
 ) -> None:
     """Measure the same job in both worlds, and show the error of the prediction."""
-    media = asked.chosen(only, MEDIA)
+    parts = asked.chosen(only, PARTS)
     asked.check_json(json_file)
     if not predict and (why_not := obstacle()):
         typer.echo(f"nothing was measured: {why_not}; --predict shows the last run", err=True)
@@ -56,7 +64,7 @@ def main(
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     asked.make_folder(out)
     record = Record(out / CELLS)
-    cells = [cell for cell in collectives() if cell.medium in media]
+    cells = [cell for part in parts for cell in PARTS[part]()]
     with Progress(console=Console(stderr=True), transient=True) as progress:
         if not predict:
             _measure([cell for cell in cells if again or cell.name not in record.timings], record, progress)
@@ -66,14 +74,17 @@ def main(
     asked.hand_over(json_file, rows_for_json, lambda: Console(width=120).print(table(found, rows)))
 
 
-def _measure(cells: list[Cell], record: Record, progress: Progress) -> None:
+def _measure(cells: Sequence[AnyCell | ChurnCell], record: Record, progress: Progress) -> None:
     task = progress.add_task("measuring", total=len(cells))
 
-    def done(cell: Cell, timing: Timing) -> None:
-        record.add(cell, timing)
+    def done(cell: AnyCell | ChurnCell, timing: Timing) -> None:
+        record.add(cell.name, timing)
         progress.advance(task)
 
-    measure(cells, done)
+    measure([cell for cell in cells if not isinstance(cell, ChurnCell)], done)
+    if any(isinstance(cell, ChurnCell) for cell in cells):
+        for cell, timing in measure_churn().items():
+            done(cell, timing)
 
 
 def _keep_machine(file: Path) -> None:
@@ -88,15 +99,22 @@ def _machine(file: Path) -> Machine:
 
 
 def _compare(record: Record, machine: Machine, out: Path, progress: Progress) -> tuple[list[Row], list[Class]]:
-    cells = [cell for cell in collectives() if cell.name in record.timings]
+    cells = [cell for part in PARTS.values() for cell in part() if cell.name in record.timings]
     task = progress.add_task("predicting", total=len(cells))
     networks = {
-        medium: fitted([cell for cell in cells if cell.calibrates and cell.medium == medium], record.timings, machine)
-        for medium in dict.fromkeys(cell.medium for cell in cells)
+        medium: fitted(
+            [each for each in collectives(medium) if each.calibrates and each.name in record.timings],
+            record.timings,
+            machine,
+        )
+        for medium in MEDIA
     }
+    lost = predict_churn() if any(isinstance(cell, ChurnCell) for cell in cells) else {}
     rows = []
     for cell in cells:
-        rows.append(row(cell, record.timings[cell.name], predicted(cell, networks[cell.medium], machine)))
+        expected = lost.get(cell) if isinstance(cell, ChurnCell) else predicted(cell, networks[cell.medium], machine)
+        if expected is not None:
+            rows.append(row(cell, record.timings[cell.name], expected))
         progress.advance(task)
     found = classes(rows)
     write_whole(out / CALIBRATION, msgspec.json.format(msgspec.json.encode(networks), indent=1) + b"\n")

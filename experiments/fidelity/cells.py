@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
+from typing import TypeAlias
 
 import msgspec
 
 from experiments.fidelity.homes import MEDIA
+from experiments.fidelity.program import MAC, OLD, Collectives, Trainings
+from hcsim.config import Machine
 
 KB, MB = 1 << 10, 1 << 20
 ALGORITHMS = ("ring", "tree", "centralized", "halving_doubling", "recursive_doubling", "hierarchical", "auto")
@@ -21,6 +24,13 @@ LONGEST_LAP_S = 2.2
 CELL_S = 1.2
 FEWEST, MOST = 2, 15
 _CALIBRATING = 3
+_WARM_REPEATS = 2
+_STEPS = 4
+_METHODS = (
+    ("ddp", "none"), ("ddp", "int8+ef"), ("ddp", "topk:0.01+ef"), ("ddp", "powersgd:4+ef"),
+    ("local_sgd:4", "none"), ("diloco:4", "none"), ("diloco:4", "int8+ef"),
+    ("parameter_server", "none"), ("parameter_server", "topk:0.01+ef"),
+)  # fmt: skip
 _HEADERS = 0.95
 
 
@@ -65,6 +75,20 @@ class Cell(msgspec.Struct, frozen=True):
     def repeats(self) -> int:
         return max(FEWEST, min(MOST, round(CELL_S / (self.least_s + 2e-3))))
 
+    def turn(self, repeats: int) -> Collectives:
+        return Collectives(self.operation, self.algorithm, self.size_bytes, repeats, self.together)
+
+    @property
+    def warm_up(self) -> Collectives:
+        """Short operations open the connections that the cell uses, and fill the caches."""
+        short = min(self.size_bytes, 64 * KB)
+        return Collectives(self.operation, self.algorithm, short, _WARM_REPEATS, self.together)
+
+    @property
+    def setup(self) -> tuple[str, str]:
+        """What the group is asked to be ready for, and the device."""
+        return (self.algorithm if self.algorithm in ("hierarchical", "auto") else "", "cpu")
+
     @property
     def kind(self) -> str:
         """The class of cells that the cell is counted in."""
@@ -81,32 +105,79 @@ class Cell(msgspec.Struct, frozen=True):
         return "1 MB" if self.size_bytes < 16 * MB else "others from 16 MB"
 
 
+class TrainingCell(msgspec.Struct, frozen=True):
+    """A training in a home, whose compute is slept for. It never calibrates."""
+
+    medium: str
+    hosts: int
+    task: str
+    strategy: str
+    compressor: str
+
+    tls = False
+    calibrates = False
+    repeats = 2
+    kind = "training step, compute slept"
+
+    @property
+    def name(self) -> str:
+        return f"{self.medium}/{self.hosts}/{self.task}/{self.strategy}/{self.compressor}"
+
+    @property
+    def machine(self) -> Machine:
+        """Whose time compute takes."""
+        return OLD if self.task == "digits" else MAC
+
+    @property
+    def setup(self) -> tuple[str, str]:
+        return "", f"sleep:{self.machine.name}"
+
+    @property
+    def warm_up(self) -> Trainings:
+        """One step, which takes what the first one takes longer."""
+        return Trainings(self.task, self.strategy, self.compressor, 1, 1)
+
+    def turn(self, repeats: int) -> Trainings:
+        return Trainings(self.task, self.strategy, self.compressor, _STEPS, repeats)
+
+
+AnyCell: TypeAlias = Cell | TrainingCell
+
+
+def trainings() -> list[TrainingCell]:
+    """Strategies and compressors that end a step within a second or two."""
+    cells = [TrainingCell("1gb", hosts, "resnet50", *how) for hosts in (2, 4) for how in _METHODS]
+    cells += [TrainingCell("1gb", 8, "resnet50", *how) for how in _METHODS if how[1] not in ("none", "int8+ef")]
+    cells += [TrainingCell("mixed", 4, "resnet50", *how) for how in _METHODS if "none" not in how]
+    cells += [TrainingCell("100mb", 4, "resnet50", "ddp", each) for each in ("topk:0.01+ef", "powersgd:4+ef")]
+    cells += [TrainingCell("100mb", hosts, "digits", *how) for hosts in (2, 4) for how in _METHODS]
+    return cells
+
+
 def size_name(size_bytes: int) -> str:
     return f"{size_bytes // MB}MB" if size_bytes >= MB else f"{size_bytes // KB}KB"
 
 
-def collectives() -> list[Cell]:
-    """All that last no longer than they may, by home and algorithm."""
-    cells = dict.fromkeys(_collectives())
-    return [cell for cell in cells if cell.least_s <= LONGEST_LAP_S]
+def collectives(medium: str) -> list[AnyCell]:
+    """All that last no longer than they may, by number of hosts and algorithm."""
+    return [cell for cell in dict.fromkeys(_collectives(medium)) if cell.least_s <= LONGEST_LAP_S]
 
 
-def _collectives() -> Iterator[Cell]:
-    for medium in MEDIA:
-        for hosts in (2, 3, 4):
-            for algorithm in _algorithms(hosts):
-                for size_bytes in SIZES if hosts != 3 else SIZES[1:4]:
-                    yield Cell(medium, hosts, "all_reduce", algorithm, size_bytes)
-        for algorithm in ("ring", "halving_doubling", "tree"):
-            for size_bytes in (1 * MB, 16 * MB):
-                yield Cell(medium, 4, "all_reduce", algorithm, size_bytes, together=2)
-        for algorithm in ("ring", "tree"):
-            for size_bytes in (64 * KB, 1 * MB, 16 * MB):
-                yield Cell(medium, 2, "all_reduce", algorithm, size_bytes, tls=True)
-        for operation, algorithms in OTHERS.items():
-            for algorithm in algorithms:
-                for size_bytes in (64 * KB, 4 * MB):
-                    yield Cell(medium, 4, operation, algorithm, size_bytes)
+def _collectives(medium: str) -> Iterator[Cell]:
+    for hosts in (2, 3, 4):
+        for algorithm in _algorithms(hosts):
+            for size_bytes in SIZES if hosts != 3 else SIZES[1:4]:
+                yield Cell(medium, hosts, "all_reduce", algorithm, size_bytes)
+    for algorithm in ("ring", "halving_doubling", "tree"):
+        for size_bytes in (1 * MB, 16 * MB):
+            yield Cell(medium, 4, "all_reduce", algorithm, size_bytes, together=2)
+    for algorithm in ("ring", "tree"):
+        for size_bytes in (64 * KB, 1 * MB, 16 * MB):
+            yield Cell(medium, 2, "all_reduce", algorithm, size_bytes, tls=True)
+    for operation, algorithms in OTHERS.items():
+        for algorithm in algorithms:
+            for size_bytes in (64 * KB, 4 * MB):
+                yield Cell(medium, 4, operation, algorithm, size_bytes)
 
 
 def _algorithms(hosts: int) -> Iterator[str]:

@@ -15,9 +15,18 @@ from hcsim.collectives.buffers import Data
 from hcsim.collectives.group import Group
 from hcsim.collectives.plan import Shape, split
 from hcsim.collectives.select import Options, choose
+from hcsim.config import CATALOGUE, Machine, Training
 from hcsim.runtime.channel import Phantom
+from hcsim.training.trainer import train
+from hcsim.units import ByteRate, FlopRate
 
 FLOAT_BYTES = 4
+MAC = Machine("lab mac", FlopRate(3.9e12), ByteRate(120e9))
+"""About an M4, whose figures in the catalogue may change."""
+OLD = Machine("lab old", FlopRate(5e8), ByteRate(120e9))
+"""So slow that the processor of one real machine can compute for several of them."""
+for _machine in (MAC, OLD):
+    CATALOGUE.add(_machine.name, _machine)
 _PERIOD = 251
 
 
@@ -33,15 +42,32 @@ class Collectives(msgspec.Struct, frozen=True, tag=True):
     phantom: bool = False
 
 
+class Trainings(msgspec.Struct, frozen=True, tag=True):
+    """A short training, repeated."""
+
+    task: str
+    strategy: str
+    compressor: str
+    steps: int
+    repeats: int
+
+    @property
+    def training(self) -> Training:
+        return Training(
+            task=self.task, strategy=self.strategy, compressor=self.compressor, steps=self.steps,
+            evaluate_every=self.steps,
+        )  # fmt: skip
+
+
 class Laps(msgspec.Struct, frozen=True, tag=True):
     """How it went on one rank."""
 
     seconds: list[float]
-    """Of each repeat, from this rank's exit from a barrier to the end."""
+    """Of each repeat: of an operation, from this rank's exit from a barrier to the end; of a step of a training."""
     algorithm: str
     """What `auto` stood for."""
     sha256: str = ""
-    """Of this rank's last results."""
+    """Of this rank's last results, or of the parameters at the end."""
 
 
 def options(hosts: int, algorithm: str) -> Options:
@@ -49,6 +75,18 @@ def options(hosts: int, algorithm: str) -> Options:
     half = hosts // 2
     groups = (tuple(range(half)), tuple(range(half, hosts))) if algorithm == "hierarchical" else ()
     return Options(timeout_s=60.0, groups=groups)
+
+
+async def run(group: Group, turn: Collectives | Trainings) -> Laps:
+    """Take a turn."""
+    return await (run_collectives(group, turn) if isinstance(turn, Collectives) else run_trainings(group, turn))
+
+
+async def run_trainings(group: Group, turn: Trainings) -> Laps:
+    """Train anew each time; the seconds are those of a step."""
+    reports = [await train(group, turn.training, seed=1) for _ in range(turn.repeats)]
+    seconds = [report.duration_s / report.steps for report in reports]
+    return Laps(seconds, turn.training.algorithm, reports[-1].sha256 or "")
 
 
 async def run_collectives(group: Group, turn: Collectives) -> Laps:

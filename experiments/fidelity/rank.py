@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 import hcsim
-from experiments.fidelity.program import Collectives, Laps, options, run_collectives
+from experiments.fidelity.program import Collectives, Laps, Trainings, options, run
 from experiments.peers.crew import CONTROL
 from hcsim.identity.keys import ClusterSecret, NodeKey
 from hcsim.real.tls import ClusterTls
@@ -28,6 +28,7 @@ class Job(msgspec.Struct, frozen=True):
     addresses: tuple[str, ...]
     algorithm: str
     tls: bool = False
+    device: str = "cpu"
 
 
 class Ready(msgspec.Struct, frozen=True):
@@ -40,7 +41,7 @@ async def main(job: Job, rank: int) -> None:
         tls = _tls(job.folder, rank) if job.tls else None
         chosen = options(len(job.addresses), job.algorithm)
         async with hcsim.real_group(
-            rank=rank, peers=list(job.addresses), options=chosen, tls=tls, insecure=tls is None
+            rank=rank, peers=list(job.addresses), options=chosen, tls=tls, insecure=tls is None, device=job.device
         ) as group:
             if job.algorithm == "auto":
                 await group.measure()
@@ -52,7 +53,7 @@ async def main(job: Job, rank: int) -> None:
                 line = await asyncio.to_thread(lines.readline)
                 if not line:
                     return
-                message = await run_collectives(group, msgspec.json.decode(line, type=Collectives))
+                message = await run(group, msgspec.json.decode(line, type=Collectives | Trainings))
 
 
 def _tls(folder: str, rank: int) -> ClusterTls:

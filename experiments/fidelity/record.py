@@ -7,7 +7,6 @@ from pathlib import Path
 
 import msgspec
 
-from experiments.fidelity.cells import Cell
 from experiments.fidelity.worlds import Timing
 from hcsim.errors import ConfigError
 
@@ -31,13 +30,13 @@ class Record:
         except msgspec.ValidationError as error:
             raise ConfigError(f"{self._file}: {error}; remove it to start afresh") from None
 
-    def add(self, cell: Cell, timing: Timing) -> None:
+    def add(self, name: str, timing: Timing) -> None:
         """Write a line."""
-        self.timings[cell.name] = timing
+        self.timings[name] = timing
         is_new = not self._file.exists()
         with self._file.open("a", encoding="utf-8", newline="") as lines:
             writer = csv.writer(lines, lineterminator="\n")
             if is_new:
                 writer.writerow(_FIELDS)
             seconds = (f"{value:.9g}" for value in (timing.median_s, timing.p10_s, timing.p90_s))
-            writer.writerow((cell.name, *seconds, timing.repeats, timing.algorithm, timing.sha256))
+            writer.writerow((name, *seconds, timing.repeats, timing.algorithm, timing.sha256))

@@ -14,9 +14,9 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from experiments.fidelity.cells import KB, MB, Cell
+from experiments.fidelity.cells import MB, AnyCell, Cell, TrainingCell
 from experiments.fidelity.homes import Network, built, modelled
-from experiments.fidelity.program import Collectives, Laps, options, run_collectives
+from experiments.fidelity.program import Collectives, Laps, Trainings, options, run
 from experiments.fidelity.rank import Job, Ready
 from experiments.peers.crew import Command, Crew, module, working
 from hcsim.collectives.group import Group
@@ -24,8 +24,6 @@ from hcsim.config import Machine
 from hcsim.launch import DEFAULT_PORT
 from hcsim.launch.virtual import simulate
 from tests.real.namespaces import Lan
-
-_FEW_REPEATS = 2
 
 
 class Timing(msgspec.Struct, frozen=True):
@@ -41,72 +39,64 @@ class Timing(msgspec.Struct, frozen=True):
     """Of the results of all ranks."""
 
 
-class Team(msgspec.Struct, frozen=True):
-    """Cells with one of these are measured by the same processes."""
-
-    medium: str
-    hosts: int
-    setup: str
-    tls: bool
+def _team(cell: AnyCell) -> tuple[str, int, tuple[str, str], bool]:
+    """Cells with the same one are measured by the same processes."""
+    return cell.medium, cell.hosts, cell.setup, cell.tls
 
 
-def team_of(cell: Cell) -> Team:
-    special = cell.algorithm in ("hierarchical", "auto")
-    return Team(cell.medium, cell.hosts, cell.algorithm if special else "", cell.tls)
-
-
-def measure(cells: Sequence[Cell], done: Callable[[Cell, Timing], None]) -> None:
+def measure(cells: Sequence[AnyCell], done: Callable[[AnyCell, Timing], None]) -> None:
     """Measure all cells, home by home; `done` is called after each."""
-    in_order = sorted(cells, key=lambda cell: msgspec.structs.astuple(team_of(cell)))
+    in_order = sorted(cells, key=_team)
     for (medium, hosts), at_home in groupby(in_order, key=lambda cell: (cell.medium, cell.hosts)):
         with ExitStack() as stack:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hcsim-")))
             machines = stack.enter_context(built(medium, hosts, folder))
-            for team, of_team in groupby(at_home, key=team_of):
-                with working(hosts, partial(_commands, machines, team)) as crew:
+            for (*_, setup, tls), of_team in groupby(at_home, key=_team):
+                with working(hosts, partial(_commands, machines, setup, tls)) as crew:
                     crew.hear(Ready)
                     for cell in of_team:
                         done(cell, measured(crew, cell))
 
 
-def _commands(machines: Lan, team: Team, folder: Path) -> list[Command]:
+def _commands(machines: Lan, setup: tuple[str, str], tls: bool, folder: Path) -> list[Command]:
     addresses = tuple(f"{machine.ip}:{DEFAULT_PORT}" for machine in machines)
-    job = msgspec.json.encode(Job(str(folder), addresses, team.setup, team.tls)).decode()
+    algorithm, device = setup
+    job = msgspec.json.encode(Job(str(folder), addresses, algorithm, tls, device)).decode()
     return [
         [*machine.prefix, *module("experiments.fidelity.rank", job, str(rank))] for rank, machine in enumerate(machines)
     ]
 
 
-def measured(crew: Crew, cell: Cell) -> Timing:
-    """Measure a cell. Short operations open the connections that it uses, and fill the caches."""
-    crew.take(_turn(cell, _FEW_REPEATS, min(cell.size_bytes, 64 * KB)), Laps)
-    return _combined(crew.take(_turn(cell, cell.repeats), Laps))
+def measured(crew: Crew, cell: AnyCell) -> Timing:
+    crew.take(cell.warm_up, Laps)
+    return _combined(crew.take(cell.turn(cell.repeats), Laps))
 
 
-def predicted(cell: Cell, network: Network, machine: Machine) -> Timing:
+def predicted(cell: AnyCell, network: Network, machine: Machine) -> Timing:
     """Simulate a cell with data: the results must have the bits of the measured ones."""
-    return _simulated(cell, network, machine, _turn(cell, _FEW_REPEATS if cell.size_bytes >= 16 * MB else 3))
+    few = isinstance(cell, TrainingCell) or cell.size_bytes >= 16 * MB
+    return _simulated(cell, network, machine, cell.turn(2 if few else 3))
 
 
 def predicted_s(cell: Cell, network: Network, machine: Machine) -> float:
     """Simulate a cell without data, for its time alone."""
-    turn = msgspec.structs.replace(_turn(cell, _FEW_REPEATS), phantom=True)
-    return _simulated(cell, network, machine, turn).median_s
+    return _simulated(cell, network, machine, msgspec.structs.replace(cell.turn(2), phantom=True)).median_s
 
 
-def _simulated(cell: Cell, network: Network, machine: Machine, turn: Collectives) -> Timing:
+def _simulated(cell: AnyCell, network: Network, machine: Machine, turn: Collectives | Trainings) -> Timing:
+    algorithm, _ = cell.setup
+
     async def program(group: Group) -> Laps:
-        if cell.algorithm == "auto":
+        if algorithm == "auto":
             await group.measure()
-        return await run_collectives(group, turn)
+        if isinstance(turn, Trainings):
+            await run(group, cell.warm_up)
+        return await run(group, turn)
 
-    chosen = options(cell.hosts, cell.algorithm)
+    if isinstance(cell, TrainingCell):  # which computes at its own speed, and handles messages at this machine's
+        machine = msgspec.structs.replace(cell.machine, messages=machine.messages)
     scenario = modelled(cell.medium, cell.hosts, network, machine, tls=cell.tls)
-    return _combined(simulate(scenario, program, options=chosen).values())
-
-
-def _turn(cell: Cell, repeats: int, size_bytes: int | None = None) -> Collectives:
-    return Collectives(cell.operation, cell.algorithm, size_bytes or cell.size_bytes, repeats, cell.together)
+    return _combined(simulate(scenario, program, options=options(cell.hosts, algorithm)).values())
 
 
 def _combined(reports: Sequence[Laps]) -> Timing:

@@ -18,13 +18,18 @@ from hcsim.collectives.select import Options, choose
 from hcsim.config import CATALOGUE, Machine, Training
 from hcsim.runtime.channel import Phantom
 from hcsim.training.trainer import train
-from hcsim.units import ByteRate, FlopRate
+from hcsim.units import ByteRate, FlopRate, PositiveShare, Seconds
 
 FLOAT_BYTES = 4
-MAC = Machine("lab mac", FlopRate(3.9e12), ByteRate(120e9))
-"""About an M4, whose figures in the catalogue may change."""
-OLD = Machine("lab old", FlopRate(5e8), ByteRate(120e9))
-"""So slow that the processor of one real machine can compute for several of them."""
+MAC, OLD = (
+    Machine(
+        name, FlopRate(flops), ByteRate(120e9), efficiency_compute=PositiveShare(0.36),
+        efficiency_memory=PositiveShare(0.82), overhead_s=Seconds(40e-6),
+    )
+    for name, flops in (("lab mac", 3.9e12), ("lab old", 5e8))
+)  # fmt: skip
+"""About an M4, whose figures in the catalogue may change; and one so slow that the processor of a real machine can
+compute for several of them."""
 for _machine in (MAC, OLD):
     CATALOGUE.add(_machine.name, _machine)
 _PERIOD = 251

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from experiments.fidelity.__main__ import PARTS
 from experiments.fidelity.calibration import fitted
-from experiments.fidelity.cells import KB, MB, Cell, collectives
+from experiments.fidelity.cells import KB, MB, Cell, TrainingCell, collectives
 from experiments.fidelity.homes import MEDIA, Network
 from experiments.fidelity.record import Record
 from experiments.fidelity.report import classes, row
@@ -29,7 +30,11 @@ def test_a_third_of_the_cells_of_each_medium_calibrates() -> None:
     for medium in MEDIA:
         cells = collectives(medium)
         assert 0.2 < sum(cell.calibrates for cell in cells) / len(cells) < 0.45
-        assert len({cell.name for cell in cells}) == len(cells)
+
+
+def test_every_cell_has_a_name_of_its_own() -> None:
+    names = [cell.name for part in PARTS.values() for cell in part()]
+    assert len(set(names)) == len(names)
 
 
 def test_what_was_measured_is_there_after_an_interruption(tmp_path: Path) -> None:
@@ -64,6 +69,12 @@ def test_errors_are_those_of_cells_that_did_not_calibrate() -> None:
     assert found.cells == sum(not cell.calibrates for cell in cells) < len(cells)
     assert found.median_error == pytest.approx(0.1)
     assert found.spread == pytest.approx(0.1)
+
+
+def test_a_slept_training_is_simulated_with_the_time_of_its_machine() -> None:
+    """Each of two ranks computes for 72 ms of a step, and what it sends takes a few more."""
+    cell = TrainingCell("100mb", 2, "digits", "ddp", "topk:0.01+ef")
+    assert 0.07 < predicted(cell, Network(), IDEAL).median_s < 0.09
 
 
 @pytest.mark.slow

@@ -59,6 +59,23 @@ def write_whole(path: Path, data: bytes, mode: int = 0o666) -> None:
     flush_names(path.parent)
 
 
+def append_line(path: Path, line: bytes) -> None:
+    """Add a line to a file, durably and after all lines that other processes add. A line that a crash has cut off is
+    ended first, so that it spoils no other."""
+    is_new = not path.exists()
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+    with os.fdopen(descriptor, "r+b", buffering=0) as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # until it is closed
+        size_bytes = os.fstat(file.fileno()).st_size
+        torn = size_bytes > 0 and os.pread(file.fileno(), 1, size_bytes - 1) != b"\n"
+        rest = memoryview((b"\n" if torn else b"") + line + b"\n")
+        while rest:
+            rest = rest[file.write(rest) :]
+        flush(file.fileno())
+    if is_new:
+        flush_names(path.parent)
+
+
 def text_of(path: Path) -> str:
     """Return the text of a file in which the system tells of itself; empty if it cannot be read: there is none, only
     root may, or the device does not answer."""

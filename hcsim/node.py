@@ -114,10 +114,12 @@ async def train_as_member(
     tell: Callable[[str], None] = lambda what: None,
     leaving: asyncio.Event | None = None,
     what: Task | None = None,
+    began: Callable[[View, int], None] = lambda view, step: None,
     durable: bool = True,
 ) -> Report:
     """Find the others, train with them until the end or until `leaving` is set, and leave in order.
 
+    `began` is called with each view whose members have synchronised, and the number of steps taken by then.
     If the host's store is `durable`, checkpoints are kept there, and training resumes from an existing one."""
     history = recorded(host, plan.training)
 
@@ -127,7 +129,8 @@ async def train_as_member(
 
     inside = host if credentials is None else admitted(host, credentials, say)
 
-    def began(view: View, step: int) -> None:
+    def in_view(view: View, step: int) -> None:
+        began(view, step)
         anew = ", as no member has a checkpoint" if durable and view.epoch > 1 else ""
         say(f"view {view.epoch}: {f'training goes on after step {step}' if step else f'training begins{anew}'}")
 
@@ -143,7 +146,7 @@ async def train_as_member(
     # It may take seconds to load data and to build a model: a node answers from its first moment, so they come before.
     saving = _checkpoints(inside, plan, what, say) if durable else None
     watched = HistoryObserver(history, host.clock, observer)
-    extras = TrainingExtras(watched, what, leaving, saving, began, by_links=plan.cluster.measure == "order")
+    extras = TrainingExtras(watched, what, leaving, saving, in_view, by_links=plan.cluster.measure == "order")
     member = prepare(inside, node, plan.training, plan.seed, extras)
     async with running(node):
         try:

@@ -161,6 +161,18 @@ def probe(
 
 
 @app.command()
+def twin(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A twin, as `hcsim probe` writes it.")],
+    json: Annotated[bool, typer.Option("--json", help="Print the record as JSON.")] = False,
+) -> None:
+    """Show how well a twin has predicted real runs, and what of it to measure again."""
+    with errors_told():
+        from hcsim.cli import twin as work
+
+        work.show_twin(file, as_json=json)
+
+
+@app.command()
 def selftest(
     checks: Annotated[
         list[str] | None,

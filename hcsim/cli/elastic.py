@@ -27,6 +27,8 @@ import msgspec
 from hcsim.cli import screen
 from hcsim.cli.recording import RecordingFiles, recording, show_run
 from hcsim.cli.training import ConsoleReporter, check, check_for_real, fastest_device, tell_outcome
+from hcsim.cli.twin import ChosenTwin, MeasuredRun, compare
+from hcsim.cluster.view import View
 from hcsim.config import Cluster, Scenario, Training, write_job
 from hcsim.errors import ConfigError
 from hcsim.launch.hosts import HostEntry
@@ -42,6 +44,7 @@ from hcsim.training.run import Point, Report
 from hcsim.training.strategies import check_elastic
 from hcsim.transport.admission_queue import plain
 from hcsim.transport.groups import Wire
+from hcsim.twin.prediction import PredictedRun
 
 _GRACE_S = 30.0
 """The time limit for the started machines to end."""
@@ -60,6 +63,8 @@ class Outputs(msgspec.Struct, frozen=True):
     """Whether this machine serves a page of the cluster meanwhile."""
     log: Path | None = None
     """Gets the lines of all machines that are started from here."""
+    twin: ChosenTwin | None = None
+    """Predicts the run, once it is over."""
 
 
 class RemoteHosts(msgspec.Struct, frozen=True):
@@ -86,7 +91,12 @@ class MemberReporter(ConsoleReporter):
 
 
 def train_virtual_cluster(
-    scenario: Scenario, settings: Training, wire: Wire, files: RecordingFiles, save: Path | None
+    scenario: Scenario,
+    settings: Training,
+    wire: Wire,
+    files: RecordingFiles,
+    save: Path | None,
+    bands: int | None = None,
 ) -> bool:
     """Train a virtual cluster and show the outcome. Return whether all nodes that were present at the end
     finished."""
@@ -103,7 +113,8 @@ def train_virtual_cluster(
 
         outcome = simulate_cluster(scenario, settings, wire=wire, sink=record.sink, observer=onlooker, tell=tell)
         record.keep(outcome.metrics)
-    healthy = tell_outcome(scenario, settings, "node", outcome)
+    run = PredictedRun(settings, wire, forms_cluster=True)
+    healthy = tell_outcome(scenario, settings, "node", outcome, run, bands)
     show_run(record)
     return healthy
 
@@ -134,6 +145,10 @@ def train_for_real(node: RealNode, plan: ClusterJob, outputs: Outputs, others: R
         session = _Session(node, plan, progress, outputs.save, record.sink)
         report = asyncio.run(_shown(session.run(others, attended=attended), node, cluster, outputs))
     screen.training_report(settings, f"this node was rank {report.rank} at the end, for real", [report])
+    if outputs.twin is not None:
+        names, points = session.longest_view(report.points)
+        us = names.index(node.name or host_name())
+        compare(outputs.twin, MeasuredRun(settings, plan.seed, plan.wire, names, us, node.device, points, True))
     return True
 
 
@@ -203,6 +218,19 @@ class _Session:
         self._progress = progress
         self._onlooker = MemberReporter(progress, save, only_first=False)
         self._leaving = asyncio.Event()
+        self._views: list[tuple[tuple[str, ...], int]] = []
+        """The names of the members of each view, and the steps taken before it."""
+
+    def longest_view(self, points: Sequence[Point]) -> tuple[tuple[str, ...], list[Point]]:
+        """Return the names of the members that took the most steps together, with these steps."""
+        ends = [*(step for _, step in self._views[1:]), sys.maxsize]
+        steps = [[point for point in points if step < point.step <= end]
+                 for (_, step), end in zip(self._views, ends, strict=True)]  # fmt: skip
+        longest = max(range(len(steps)), key=lambda i: len(steps[i]))
+        return self._views[longest][0], steps[longest]
+
+    def _viewed(self, view: View, step: int) -> None:
+        self._views.append((tuple(member.name for member in view.members), step))
 
     async def run(self, others: RemoteHosts, *, attended: bool) -> Report:
         """Train until the end, or until the node is asked to leave."""
@@ -263,6 +291,7 @@ class _Session:
             observer=self._onlooker,
             tell=self._progress.news,
             leaving=self._leaving,
+            began=self._viewed,
             sink=self._sink,
         )
 

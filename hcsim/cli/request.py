@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from hcsim.cli import screen
-from hcsim.cli.settings import Settings, ThisMachine, WireSettings, seconds
+from hcsim.cli.settings import PredictionSettings, Settings, ThisMachine, WireSettings, seconds
 from hcsim.config import Cluster, Job, Scenario, Training, load_scenario, parse_scenario, shipped_scenarios
 from hcsim.config.scenario import first_nodes
 from hcsim.errors import ConfigError
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from hcsim.cli.options import BenchOptions, RankOptions, RunOptions
     from hcsim.cli.ranks import ManualRank
     from hcsim.cli.recording import RecordingFiles
+    from hcsim.cli.twin import ChosenTwin
     from hcsim.cluster.coordinator.messages import CoordinatorPolicy
     from hcsim.launch.real import RealNode
     from hcsim.real.tls import TlsFiles
@@ -81,11 +82,12 @@ def rank(options: RankOptions) -> bool:
     wire = _wire(settings, _WAIT_S if options.wait is None else seconds("--wait", options.wait))
     if training is not None:
         here = settings.take("machine", ThisMachine(), ("device", "metrics"))
+        twin = _twin(None, settings)
         settings.finish({"machine": _BY_ITSELF, "cluster": _BY_ITSELF})
         place = _place(options, files, here)
         from hcsim.cli.training import train_real
 
-        return train_real(training, _seed(options.seed, chosen), place, wire, here.device, options.save)
+        return train_real(training, _seed(options.seed, chosen), place, wire, here.device, options.save, twin)
     job = _checked_real(chosen.name if chosen else "--set", settings.take("job", chosen.job if chosen else Job()))
     here = settings.take("machine", ThisMachine(), ("metrics",))
     learned = "where something is learned (--task)"
@@ -192,12 +194,13 @@ def _cluster_for_real(
             "what is to be trained? Give --task, or a file with a [training] table; "
             "for one operation among ranks that you start by hand, `hcsim rank --peers`"
         )
+    twin = _twin(options.what if chosen and chosen.twin and chosen.nodes else None, settings)
     settings.finish({"machine": "with --hosts"})
     log = None if machine.log is None else Path(machine.log)
     _apart({"--save": options.save, "--trace": options.trace, "--set log": log})
     plan = ClusterJob(cluster, training, _seed(options.seed, chosen), wire)
     others = replace(others, program=machine.remote_hcsim)
-    outputs = Outputs(options.trace, options.save, options.dashboard, log)
+    outputs = Outputs(options.trace, options.save, options.dashboard, log, twin)
     return train_for_real(here, plan, outputs, others, attended=attended)
 
 
@@ -218,15 +221,16 @@ def _virtual(options: RunOptions, chosen: Scenario, settings: Settings, training
     if forming:
         chosen = _clustered(chosen, settings.take("cluster", chosen.cluster or Cluster()))
     chosen, wire, files = _modelled(chosen, settings, {"--save": options.save, "--trace": options.trace})
+    bands = settings.take("prediction", PredictionSettings(), ("bands",)).bands
     settings.finish()
     files = replace(files, dashboard=options.dashboard)
     if forming:
         from hcsim.cli.elastic import train_virtual_cluster
 
-        return train_virtual_cluster(chosen, training, wire, files, options.save)
+        return train_virtual_cluster(chosen, training, wire, files, options.save, bands)
     from hcsim.cli.training import train_virtual
 
-    return train_virtual(chosen, training, wire, files, options.save)
+    return train_virtual(chosen, training, wire, files, options.save, bands)
 
 
 def _prepare(plugins: Sequence[str] | None) -> None:
@@ -359,6 +363,17 @@ def _apart(outputs: Mapping[str, Path | None]) -> None:
             other = taken.setdefault(path.resolve(), option)
             if other != option:
                 raise ConfigError(f"{other}, {option}: both are {path}; give each a file of its own")
+
+
+def _twin(job: str | None, settings: Settings) -> ChosenTwin | None:
+    """Return the twin of the machines of a real run: the one that is named, or the job's file if it is one."""
+    chosen = settings.take("prediction", PredictionSettings())
+    path = chosen.twin or (job if job != "-" else None)
+    if path is None:
+        return None
+    from hcsim.cli.twin import chosen_twin
+
+    return chosen_twin(Path(path), chosen.bands)
 
 
 def _seed(asked: int | None, chosen: Scenario | None) -> int:

@@ -1,11 +1,11 @@
 """`--set KEY=VALUE`: every setting of a run that has no option of its own, with the names and values of the
 files.
 
-A key belongs to a table of a scenario ([training], [job], [cluster], [tcp]) or to one of the two tables
-that only a command has: how messages travel (`wire`) and this machine (`machine`). `training.timeout` names
-the table. A bare `timeout` belongs to the table that the run uses, and `heartbeat.interval` is a key of a
-nested table. Options are processed the same way, so they are read, checked and explained as the keys of a
-file are.
+A key belongs to a table of a scenario ([training], [job], [cluster], [tcp]) or to one of the tables
+that only a command has: how messages travel (`wire`), this machine (`machine`), and predictions (`prediction`).
+`training.timeout` names the table. A bare `timeout` belongs to the table that the run uses, and
+`heartbeat.interval` is a key of a nested table. Options are processed the same way, so they are read, checked
+and explained as the keys of a file are.
 
 A run takes the tables that it uses (`Settings.take`), and rejects the remaining settings
 (`Settings.finish`).
@@ -19,9 +19,10 @@ import re
 import shlex
 import textwrap
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
+from msgspec import Meta
 from msgspec import inspect as kinds
 
 from hcsim.config import Cluster, Job, Tcp, Training
@@ -64,6 +65,15 @@ class ThisMachine(Table, frozen=True):
     """A port, or host:port, to serve metrics at; in a virtual run, a file for the hosts' final metrics."""
 
 
+class PredictionSettings(Table, frozen=True):
+    """How far predicted times can be trusted."""
+
+    twin: str | None = None
+    """The twin of the machines of a real run, whose prediction is compared with what was measured."""
+    bands: Annotated[int, Meta(ge=0, le=1024)] | None = None
+    """Variants of the scenario from which p10 and p90 follow; left out, 16 where that is quick, and 0 for none."""
+
+
 TABLES: dict[str, type[Table]] = {
     "training": Training,
     "job": Job,
@@ -71,6 +81,7 @@ TABLES: dict[str, type[Table]] = {
     "tcp": Tcp,
     "wire": WireSettings,
     "machine": ThisMachine,
+    "prediction": PredictionSettings,
 }
 """The tables whose keys `--set` accepts."""
 
@@ -81,6 +92,8 @@ _ONLY = {
     "tcp": "in a virtual run",
     "wire": "in a virtual run, or without a script",
     "machine": "with --real",
+    "prediction": "where something is learned (--task)",
+    "prediction.twin": "with --real, where something is learned (--task)",
 }
 
 TableT = TypeVar("TableT", bound=Table)

@@ -10,6 +10,7 @@ from tempfile import TemporaryFile
 from hcsim.cli import screen
 from hcsim.cli.ranks import ManualRank, for_real, joined
 from hcsim.cli.recording import RecordingFiles, recording, show_run, tell_failures, tell_fingerprint
+from hcsim.cli.twin import ChosenTwin, MeasuredRun, compare, names_of_peers, show_uncertainty
 from hcsim.config import Scenario, Training
 from hcsim.errors import ConfigError
 from hcsim.launch.virtual import Outcome, simulate_training
@@ -20,6 +21,7 @@ from hcsim.training.strategies import check_training
 from hcsim.training.tasks import task
 from hcsim.training.trainer import train
 from hcsim.transport.groups import Wire
+from hcsim.twin.prediction import PredictedRun
 
 
 class ConsoleReporter:
@@ -44,38 +46,65 @@ class ConsoleReporter:
             screen.note(f"saved to {self._save}")
 
 
-def train_virtual(scenario: Scenario, settings: Training, wire: Wire, files: RecordingFiles, save: Path | None) -> bool:
+def train_virtual(
+    scenario: Scenario,
+    settings: Training,
+    wire: Wire,
+    files: RecordingFiles,
+    save: Path | None,
+    bands: int | None = None,
+) -> bool:
     """Train a simulated cluster and show the outcome. Return whether all ranks finished."""
     check(settings, len(scenario.nodes), len(scenario.homes), save)
     with screen.ProgressLine("step", settings.steps) as progress, recording(files) as record:
         onlooker = ConsoleReporter(progress, save)
         outcome = simulate_training(scenario, settings, wire=wire, sink=record.sink, observer=onlooker)
         record.keep(outcome.metrics)
-    healthy = tell_outcome(scenario, settings, "rank", outcome)
+    healthy = tell_outcome(scenario, settings, "rank", outcome, PredictedRun(settings, wire), bands)
     show_run(record)
     return healthy
 
 
-def tell_outcome(scenario: Scenario, settings: Training, each: str, outcome: Outcome[Report]) -> bool:
+def tell_outcome(
+    scenario: Scenario, settings: Training, each: str, outcome: Outcome[Report], run: PredictedRun, bands: int | None
+) -> bool:
     """Show the outcome of a virtual training. Return whether none of its ranks or nodes failed."""
     names = [node.name for node in scenario.nodes]
     reports = [result for result in outcome.results if isinstance(result, Report)]
     screen.training_report(settings, f"{screen.counted(len(names), each)}, {scenario.name}", reports)
+    if reports:
+        show_uncertainty(scenario, run, reports[0].points, bands)
     healthy = tell_failures(names, outcome.results)
     tell_fingerprint(outcome)
     return healthy
 
 
-def train_real(settings: Training, seed: int, place: ManualRank, wire: Wire, device: str, save: Path | None) -> bool:
-    """Train as one rank of a real group, and show the outcome."""
+def train_real(
+    settings: Training,
+    seed: int,
+    place: ManualRank,
+    wire: Wire,
+    device: str,
+    save: Path | None,
+    twin: ChosenTwin | None = None,
+) -> bool:
+    """Train as one rank of a real group, and show the outcome. The first rank compares it with the twin's
+    prediction."""
+    from hcsim.real.interfaces import host_name
+
     rank, ranks = place.rank, len(place.peers)
     check(settings, ranks, 1, save)
     if save is not None and rank != 0:
         raise ConfigError("--save: rank 0 saves the model; all ranks end with the same one")
     check_for_real(settings, device)
     with screen.ProgressLine("step", settings.steps) as progress:
+        if device == "auto":
+            device = asyncio.run(fastest_device(settings, progress.news))
         report, where = asyncio.run(_train(settings, seed, place, wire, device, progress, save))
     screen.training_report(settings, f"rank {rank} of {ranks}, {where}", [report])
+    if twin is not None and rank == 0:
+        names = names_of_peers(place.peers, host_name())
+        compare(twin, MeasuredRun(settings, seed, wire, names, rank, device, report.points))
     return True
 
 
@@ -100,8 +129,7 @@ async def _train(
     progress: screen.ProgressLine,
     save: Path | None,
 ) -> tuple[Report, str]:
-    chosen = await fastest_device(settings, progress.news) if device == "auto" else device
-    async with joined(place, settings.timeout_s, wire, progress, chosen) as group:
+    async with joined(place, settings.timeout_s, wire, progress, device) as group:
         return await train(group, settings, seed, ConsoleReporter(progress, save)), for_real(group)
 
 

@@ -36,6 +36,7 @@ from hcsim.transport.groups import GroupMembership, Wire
 
 if TYPE_CHECKING:
     from hcsim.cluster.coordinator import CoordinatorPolicy
+    from hcsim.cluster.view import View
     from hcsim.config.training import Training
     from hcsim.node import ClusterJob
     from hcsim.training.run import Observer, Report
@@ -71,10 +72,12 @@ async def train_in_cluster(
     observer: Observer | None = None,
     tell: Callable[[str], None] = lambda what: None,
     leaving: asyncio.Event | None = None,
+    began: Callable[[View, int], None] = lambda view, step: None,
     sink: Sink | None = None,
 ) -> Report:
     """Find the other machines of a cluster, and train with them until the end or until `leaving` is set.
 
+    `began` is called with each view whose members have synchronised, and the number of steps taken by then.
     `sink` receives the events of this machine's trace."""
     from hcsim.node import train_as_member
 
@@ -89,6 +92,7 @@ async def train_in_cluster(
             observer=observer,
             tell=tell,
             leaving=leaving,
+            began=began,
             durable=node.state is not None,
         )
 

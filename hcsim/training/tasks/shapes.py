@@ -19,7 +19,7 @@ import msgspec
 
 from hcsim.runtime.channel import Phantom
 from hcsim.training.layout import FLOAT_BYTES, Layout
-from hcsim.training.task import Block, Defaults, Flat, Indices
+from hcsim.training.task import Block, Defaults, Flat, Indices, Task
 
 
 class PhantomTask(msgspec.Struct, frozen=True):
@@ -43,6 +43,11 @@ class PhantomTask(msgspec.Struct, frozen=True):
         return PhantomReplica(Layout.of([block.shapes for block in self.blocks]))
 
     def score(self, parameters: Flat) -> None: ...
+
+
+def shapes_of(task: Task) -> PhantomTask:
+    """Return a task that costs what this one does, without its data."""
+    return PhantomTask(task.name, tuple(task.blocks), task.samples, task.defaults)
 
 
 class PhantomReplica:

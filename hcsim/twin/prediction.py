@@ -1,0 +1,130 @@
+"""What a scenario predicts of a training: the phases of a step, with a band, and what kind of figures it rests on.
+
+A few steps are simulated, with shapes in place of data: they take as long, and no arithmetic is done. The scenario's
+faults are left out.
+
+The band is the 10th and the 90th percentile of variants of the scenario (`spread.py`), and always includes the
+prediction. The share of a kind of figures is the difference quotient of the step's time: how much longer the step takes
+where all figures of that kind are slower by the same factor.
+"""
+
+from __future__ import annotations
+
+from math import ceil
+
+import msgspec
+import numpy as np
+from msgspec.structs import replace
+
+from hcsim.config import Cluster, Scenario, Training
+from hcsim.errors import ConfigError, HcsimError
+from hcsim.launch.virtual import Outcome, simulate_training
+from hcsim.launch.virtual_cluster import simulate_cluster
+from hcsim.training.run import Report
+from hcsim.training.strategies import strategy
+from hcsim.training.tasks import task
+from hcsim.training.tasks.shapes import shapes_of
+from hcsim.transport.groups import Wire
+from hcsim.twin.ledger import FIRST_STEPS, PhaseTimes, phase_times
+from hcsim.twin.spread import BasisKind, figures_of, slower_where, variants
+
+USUAL_VARIANTS = 16
+CHEAP_EVENTS = 16_000
+"""So many events are simulated in less than a second."""
+_FEWEST_STEPS = 8
+_SLOWER = 1.1
+_KINDS: tuple[BasisKind, ...] = ("measured", "published", "estimated")
+
+
+class PredictedRun(msgspec.Struct, frozen=True):
+    """A training whose times are predicted, as one of its ranks sees it."""
+
+    settings: Training
+    wire: Wire = Wire()
+    rank: int = 0
+    forms_cluster: bool = False
+    """Whether the nodes are members of an elastic cluster, which vote on each step."""
+
+
+class Uncertainty(msgspec.Struct, frozen=True):
+    """How far a predicted time may be off, and why."""
+
+    band: dict[str, tuple[float, float]]
+    """The 10th and the 90th percentile, by phase, relative to the predicted time."""
+    shares: dict[BasisKind, float]
+    """The share of a step's time that rests on figures of each kind."""
+
+    def around(self, phases: PhaseTimes) -> dict[str, tuple[float, float]]:
+        """Return the percentiles of these times."""
+        return {phase: (low * phases[phase], high * phases[phase]) for phase, (low, high) in self.band.items()}
+
+
+def nodes_of(scenario: Scenario, names: tuple[str, ...]) -> Scenario:
+    """Return the scenario with these nodes, in this order, without faults and other work."""
+    there = {node.name: node for node in scenario.nodes}
+    missing = list(dict.fromkeys(name for name in names if name not in there))
+    if missing:
+        raise ConfigError(f"there is no node {', '.join(missing)} in it; it has {', '.join(there)}")
+    return replace(scenario, nodes=tuple(there[name] for name in names), faults=(), processes=())
+
+
+def exchanges_every(settings: Training) -> int:
+    """Return after how many steps this strategy exchanges something."""
+    every = getattr(strategy(settings.strategy), "every", 1)
+    return every if isinstance(every, int) else 1
+
+
+def predict(scenario: Scenario, run: PredictedRun) -> PhaseTimes:
+    """Predict the phases of a step."""
+    return _simulated(scenario, run)[0]
+
+
+def uncertainty(scenario: Scenario, run: PredictedRun, count: int | None = None) -> Uncertainty | None:
+    """Return the band of a prediction, from so many variants. None: as many as are usual, if a figure has a spread and
+    they take less than a second or so; otherwise, and with 0, there is no band.
+
+    Members of a cluster are simulated as fixed ranks here, which differ in the time of the votes alone."""
+    figures = figures_of(scenario).values()
+    if count == 0 or (count is None and not any(basis.spread for basis in figures)):
+        return None
+    run = replace(run, forms_cluster=False)
+    phases, events = _simulated(scenario, run)
+    if count is None and events * USUAL_VARIANTS > CHEAP_EVENTS:
+        return None
+    drawn = [predict(variant, run) for variant in variants(scenario, count or USUAL_VARIANTS)]
+    longer_s = {
+        kind: max(0.0, predict(slower_where(scenario, kind, _SLOWER), run)["step"] - phases["step"])
+        for kind in _KINDS
+        if any(basis.kind == kind for basis in figures)
+    }
+    whole_s = sum(longer_s.values())
+    return Uncertainty(
+        {phase: _band(point_s, [each[phase] for each in drawn]) for phase, point_s in phases.items()},
+        {kind: each_s / whole_s for kind, each_s in longer_s.items() if whole_s > 0.0},
+    )
+
+
+def _band(point_s: float, drawn_s: list[float]) -> tuple[float, float]:
+    low_s, high_s = np.quantile(drawn_s, (0.1, 0.9), method="hazen")  # each draw is the middle of its part
+    if point_s <= 0.0:
+        return 1.0, 1.0
+    return min(1.0, float(low_s) / point_s), max(1.0, float(high_s) / point_s)
+
+
+def _simulated(scenario: Scenario, run: PredictedRun) -> tuple[PhaseTimes, int]:
+    """Return the phases, and how many events that took."""
+    scenario = replace(scenario, faults=(), processes=())
+    every = exchanges_every(run.settings)
+    steps = FIRST_STEPS + every * ceil(_FEWEST_STEPS / every)
+    settings = replace(run.settings, steps=steps, server=None, listen=None)
+    outcome: Outcome[Report]
+    if run.forms_cluster:
+        cluster = replace(scenario.cluster or Cluster(), nodes=len(scenario.nodes), coordinator=None)
+        forming = replace(scenario, cluster=cluster)
+        outcome = simulate_cluster(forming, settings, wire=run.wire, what=shapes_of(task(settings.task)))
+    else:
+        outcome = simulate_training(scenario, settings, wire=run.wire, what=shapes_of(task(settings.task)))
+    points = outcome.values()[run.rank].points
+    if not points:
+        raise HcsimError(f"rank {run.rank} takes no steps of its own")
+    return phase_times([point.spent_s for point in points], every), outcome.events

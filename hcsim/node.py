@@ -13,7 +13,7 @@ import msgspec
 
 from hcsim.cluster.coordinator import CoordinatedMembership, Coordinator, CoordinatorPolicy
 from hcsim.cluster.membership_source import NodeInfo
-from hcsim.cluster.node import ClusterNode
+from hcsim.cluster.node import ClusterNode, MeetingHandler
 from hcsim.cluster.view import View
 from hcsim.config.cluster import Cluster
 from hcsim.config.training import Training
@@ -116,10 +116,13 @@ async def train_as_member(
     what: Task | None = None,
     began: Callable[[View, int], None] = lambda view, step: None,
     durable: bool = True,
+    meeting: MeetingHandler | None = None,
 ) -> Report:
     """Find the others, train with them until the end or until `leaving` is set, and leave in order.
 
     `began` is called with each view whose members have synchronised, and the number of steps taken by then.
+    `meeting` serves requests to measure the links of this host with other members.
+
     If the host's store is `durable`, checkpoints are kept there, and training resumes from an existing one."""
     history = recorded(host, plan.training)
 
@@ -137,7 +140,7 @@ async def train_as_member(
     trusted = None if credentials is None else credentials.trusted
     node: ClusterNode | CoordinatedMembership
     if plan.cluster.coordinator is None:
-        node = ClusterNode(inside, me, plan.cluster, say, _terms(plan), trusted, history)
+        node = ClusterNode(inside, me, plan.cluster, say, _terms(plan), trusted, history, meeting)
     else:
         announced = plan.cluster.discover is not False
         node = CoordinatedMembership(

@@ -151,13 +151,24 @@ def probe(
     minutes: Annotated[
         float, typer.Option(min=0, help="Keep the machine busy for so long, for the speed that it sustains.")
     ] = 0.0,
+    of_cluster: Annotated[
+        bool, typer.Option("--cluster", help="Have the members of a running cluster measure the links between them.")
+    ] = False,
+    name: Annotated[str | None, typer.Option(help="With --cluster: what this machine calls it.")] = None,
+    peer: Annotated[list[str] | None, typer.Option(help="With --cluster: host or host:port of a member.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print what was measured as JSON.")] = False,
 ) -> None:
-    """Measure this machine, and write what was found into a scenario: its twin."""
+    """Measure this machine, or the links of a cluster, and write what was found into a scenario: its twin."""
     with errors_told():
         from hcsim.cli import probe as work
+        from hcsim.cli.request import only
 
-        work.probe(out, device, minutes, as_json=json)
+        if of_cluster:
+            only("without --cluster", {"--device": None if device == "auto" else device, "--minutes": minutes or None})
+            work.probe_cluster(out, cluster.home(), name or CLUSTER, peer or (), as_json=json)
+        else:
+            only("with --cluster", {"--name": name, "--peer": peer})
+            work.probe(out, device, minutes, as_json=json)
 
 
 @app.command()

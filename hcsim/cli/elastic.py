@@ -285,6 +285,8 @@ class _Session:
             await started.start_all(commands, f"{job}{END_OF_JOB}\n")
 
     async def _train(self) -> Report:
+        from hcsim.twin.meeting import take_part
+
         return await train_in_cluster(
             self._node,
             self._plan,
@@ -293,6 +295,7 @@ class _Session:
             leaving=self._leaving,
             began=self._viewed,
             sink=self._sink,
+            meeting=take_part,
         )
 
 

@@ -1,21 +1,41 @@
-"""`hcsim probe`: measure this machine, and write what was found into a twin."""
+"""`hcsim probe`: measure this machine, or the links of a cluster, and write what was found into a twin."""
 
 from __future__ import annotations
 
+import asyncio
+import re
+import statistics
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
+from msgspec.structs import replace
 from rich import box
 from rich.table import Table
 
 from hcsim.cli import screen
-from hcsim.config.machine import BY_FLOPS, Machine
-from hcsim.errors import ConfigError
+from hcsim.cli.membership import by_seniority, find_members
+from hcsim.cluster.messages import StatusReply
+from hcsim.config import CATALOGUE
+from hcsim.config.machine import BY_FLOPS, Basis, Machine
+from hcsim.errors import ConfigError, HcsimError
 from hcsim.real.hardware import best_torch_device, check_torch_device
 from hcsim.real.interfaces import host_name, leads_out, list_interfaces
 from hcsim.twin.file import TwinFile
-from hcsim.twin.machine import SHORTEST_HEAT_S, measure_machine
+from hcsim.twin.home import fitted, message_cost_s, predicted_s
+from hcsim.twin.links import Surveyed, joined
+from hcsim.twin.machine import SHORTEST_HEAT_S, measure_machine, measured_between
+from hcsim.twin.meeting import survey_cluster
+from hcsim.units import ByteRate, FlopRate
+
+_LOOK = "3 s"
+_UNKNOWN = Machine(
+    "unknown",
+    FlopRate(1e12),
+    ByteRate(50e9),
+    basis=Basis("estimated", "a processor of today; hcsim probe did not run there"),
+)
 
 
 def probe(out: Path, device: str, minutes: float, *, as_json: bool) -> None:
@@ -42,6 +62,97 @@ def probe(out: Path, device: str, minutes: float, *, as_json: bool) -> None:
     else:
         _show(machine)
         screen.note(f"written to {out}: try `hcsim run {out} --task digits --steps 20`")
+
+
+def probe_cluster(out: Path, home: Path, cluster: str, peers: Sequence[str], *, as_json: bool) -> None:
+    """Have the members of a running cluster measure the links between them, and put these into the twin."""
+    twin = TwinFile(out)
+    members = by_seniority(find_members(home, cluster, peers, _LOOK))
+    replies = [*members.values()]
+    names = [_table_name(told.status.us.name) for told in replies]
+    if len(names) < 2:
+        raise HcsimError(f"{names[0]} is the only member that answers: links need two machines")
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise HcsimError(f"two members are called {twice[0]}: rename one of them (hcsim run --real --set name=…)")
+    if any(told.view.formed for told in replies):
+        screen.note("the members work on something meanwhile: this measures what their work leaves")
+    with screen.ProgressLine("probe", 1) as progress:
+        parts = asyncio.run(survey_cluster(home, cluster, replies, progress.phase))
+    found = joined(parts)
+    machines = {name: _machine(twin, name, told) for name, told in zip(names, replies, strict=True)}
+    costs_s = {name: message_cost_s(machine) for name, machine in machines.items()}
+    basis = measured_between(len(names))
+    fit = fitted(found, names, costs_s, twin.scenario.tcp, basis, _home_of(twin))
+    twin.put_links(fit, machines)
+    measured_s = statistics.median(found.held_out_s)
+    expected_s = predicted_s(twin.scenario, names, found.held_out_bytes)
+    if as_json:
+        data = {"names": names, "found": found, "predicted_s": expected_s, "measured_s": measured_s}
+        sys.stdout.write(msgspec.json.format(msgspec.json.encode(data)).decode() + "\n")
+        return
+    _show_links(found, names)
+    for note in fit.notes:
+        screen.say(note)
+    size = screen.size(found.held_out_bytes)
+    screen.say(
+        f"an all-reduce of {size}, which the figures do not rest on: predicted {screen.duration(expected_s)}, measured "
+        f"{screen.duration(measured_s)} ({expected_s / measured_s - 1:+.1%})"
+    )
+    screen.note(f"written to {out}")
+    if unknown := [name for name, machine in machines.items() if _is_estimate(machine)]:
+        screen.note(
+            f"not measured yet: {', '.join(unknown)}; run `hcsim probe -o {out.name}` there, into a copy of the file"
+        )
+
+
+def _table_name(name: str) -> str:
+    """Return a name that the tables of a scenario can have."""
+    return re.sub(r"[^A-Za-z0-9._-]", "-", name).lstrip("-._") or "node"
+
+
+def _home_of(twin: TwinFile) -> str:
+    return twin.scenario.nodes[0].home if twin.scenario.nodes else "home"
+
+
+def _machine(twin: TwinFile, name: str, told: StatusReply) -> Machine | str:
+    """Return what is known of a member's machine: measured, or from the catalogue, or an estimate."""
+    measured = twin.machine(name)
+    if measured is not None:
+        return measured
+    chip = "" if told.facts is None else told.facts.chip.removeprefix("Apple ")
+    return chip if chip in CATALOGUE else replace(_UNKNOWN, name=name)
+
+
+def _is_estimate(machine: Machine | str) -> bool:
+    return isinstance(machine, str) or machine.basis.kind != "measured"
+
+
+def _show_links(found: Surveyed, names: Sequence[str]) -> None:
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    headings = ("from", "to", "alone", "spread", "both ways", "two into one", "all", "round trip", "p90", "loaded")
+    for heading in headings:
+        table.add_column(heading, justify="left" if heading in ("from", "to") else "right", no_wrap=True)
+    for calls in found.calls:
+        pair = calls.source, calls.target
+        flows = {kind: [flow for flow in found.flows if (flow.kind, flow.source, flow.target) == (kind, *pair)]
+                 for kind in ("alone", "both ways", "two into one", "all")}  # fmt: skip
+        rates = [" ".join(_mbps(flow.rate_Bps) for flow in flows[kind]) or "–" for kind in flows]
+        [alone] = flows["alone"]
+        trips = [statistics.median(calls.idle_s), _p90(calls.idle_s), statistics.median(calls.loaded_s or calls.idle_s)]
+        table.add_row(
+            names[calls.source], names[calls.target], rates[0], f"{alone.spread:.1%}", *rates[1:],
+            *map(screen.duration, trips),
+        )  # fmt: skip
+    screen.say("Mb/s of data in messages, and round trips of small messages")
+    screen.show(table)
+
+
+def _p90(samples: Sequence[float]) -> float:
+    return statistics.quantiles(samples, n=10, method="inclusive")[-1]
+
+
+def _mbps(rate_Bps: float) -> str:
+    return f"{8 * rate_Bps / 1e6:.4g}"
 
 
 def _show(machine: Machine) -> None:

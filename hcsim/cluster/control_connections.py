@@ -20,6 +20,7 @@ from hcsim.cluster.messages import (
     Details,
     Goodbye,
     HeartbeatMessage,
+    MeetingRequest,
     NodeHello,
     ProbeRequest,
     Status,
@@ -74,6 +75,9 @@ class ConnectionHandler(StatusSource, Protocol):
 
     async def probed(self, channel: Channel) -> None:
         """Serve a peer that measures the link to this node."""
+
+    async def met(self, channel: Channel, request: MeetingRequest) -> None:
+        """Join a group with other members for a moment, and close the channel."""
 
     def up(self, hello: NodeHello) -> None: ...
 
@@ -257,7 +261,7 @@ class ControlConnections:
                 first = await SCHEMA.recv(channel)
                 if isinstance(first, StatusRequest):
                     await self._clients.answer(channel, first)
-                elif not isinstance(first, ProbeRequest):
+                elif not isinstance(first, ProbeRequest | MeetingRequest):
                     theirs, ours = _hello(first, channel), self._owner.hello()
                     await SCHEMA.send(channel, ours)
             self._admission.known(channel)
@@ -267,6 +271,9 @@ class ControlConnections:
                 return
             if isinstance(first, ProbeRequest):
                 await self._owner.probed(channel)
+                return
+            if isinstance(first, MeetingRequest):
+                await self._owner.met(channel, first)
                 return
             await self._introduce(channel, theirs, ours, theirs.status.us.node)
         except (HcsimError, TimeoutError) as error:

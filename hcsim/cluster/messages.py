@@ -130,6 +130,39 @@ class ProbeRequest(msgspec.Struct, frozen=True, tag="probe"):
     """A request to measure this link, sent instead of a hello; see `probe` for the protocol."""
 
 
+class MeetingRequest(msgspec.Struct, frozen=True, tag="meet"):
+    """A request, sent instead of a hello, to join a group with other members for a moment, to measure the links."""
+
+    rank: Annotated[int, msgspec.Meta(ge=0)]
+    world: Annotated[int, msgspec.Meta(ge=2)]
+
+
+class MeetingPlace(msgspec.Struct, frozen=True, tag="meet_at"):
+    """The answer: where this member listens for the others."""
+
+    addresses: tuple[str, ...]
+
+
+class MeetingBegin(msgspec.Struct, frozen=True, tag="meet_all"):
+    """Where all members listen, and who they are, by rank."""
+
+    addresses: tuple[tuple[str, ...], ...]
+    nodes: tuple[str, ...]
+
+
+class MeetingNews(msgspec.Struct, frozen=True, tag="meet_news"):
+    """What the members do at the moment."""
+
+    text: str
+
+
+class MeetingResult(msgspec.Struct, frozen=True, tag="meet_result"):
+    """What this member has found, or why there is nothing."""
+
+    data: bytes = b""
+    error: str = ""
+
+
 class LinkStatus(msgspec.Struct, frozen=True):
     """The connection of a node to another one."""
 
@@ -191,6 +224,11 @@ ControlMessage: TypeAlias = (
     StatusRequest
     | StatusReply
     | ProbeRequest
+    | MeetingRequest
+    | MeetingPlace
+    | MeetingBegin
+    | MeetingNews
+    | MeetingResult
     | NodeHello
     | HeartbeatMessage
     | HeartbeatReply

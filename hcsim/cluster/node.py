@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
+from typing import TypeAlias
 
 from hcsim.cluster.agreement import AcceptorState
 from hcsim.cluster.control_connections import ControlConnections, details_of
@@ -26,6 +27,7 @@ from hcsim.cluster.membership import (
 )
 from hcsim.cluster.membership_source import LAST_CALL_S, MemberCheck, NodeInfo
 from hcsim.cluster.messages import (
+    SCHEMA,
     ControlMessage,
     Details,
     Goodbye,
@@ -33,6 +35,8 @@ from hcsim.cluster.messages import (
     HeartbeatReply,
     LastCall,
     LinkStatus,
+    MeetingRequest,
+    MeetingResult,
     NodeHello,
     Status,
     StatusReply,
@@ -70,6 +74,10 @@ _LOOKS = 4
 """The number of health checks of all peers per heartbeat."""
 
 
+MeetingHandler: TypeAlias = Callable[[Host, str, Channel, MeetingRequest], Awaitable[None]]
+"""Serves a meeting on this host, which is reached at that control address."""
+
+
 class ClusterNode:
     """A machine's node in a cluster."""
 
@@ -82,8 +90,11 @@ class ClusterNode:
         terms: JobTerms | None = None,
         trusted: TrustStore | None = None,
         history: RunHistory | None = None,
+        meeting: MeetingHandler | None = None,
     ) -> None:
         self._host = host
+        self._meeting = meeting
+        self._meets = False
         self._history = history or RunHistory()
         self._trusted = trusted
         self._me = me
@@ -295,6 +306,20 @@ class ClusterNode:
 
     async def probed(self, channel: Channel) -> None:
         await self._ways.answer(channel)
+
+    async def met(self, channel: Channel, request: MeetingRequest) -> None:
+        try:
+            if self._meeting is None or self._meets:
+                busy = "other links are being measured" if self._meets else "it cannot measure links"
+                await SCHEMA.send(channel, MeetingResult(error=busy))
+                return
+            self._meets = True
+            try:
+                await self._meeting(self._host, self._me.control, channel, request)
+            finally:
+                self._meets = False
+        finally:
+            await channel.close()
 
     def _meet(self, status: Status) -> None:
         """Dial the nodes that another node reaches and this one does not."""

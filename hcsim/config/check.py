@@ -104,6 +104,11 @@ def _settled(path: str, node: Node, media: dict[str, AnyMedium], machines: Mappi
     for i, link in enumerate(node.links):
         check_known(f"{path}.links[{i}]", link.medium, media, "medium")
         medium = media[link.medium]
+        if isinstance(medium, Wifi) and (link.up_bps or link.down_bps):
+            raise ConfigError(
+                f'{path}.links[{i}]: "{link.medium}" is Wi-Fi, whose stations send and receive at one rate: give it as '
+                "rate, instead of up and down"
+            )
         if not isinstance(medium, Thunderbolt):
             homes.append(medium.home)
         elif link != Attachment(link.medium):

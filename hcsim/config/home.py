@@ -102,6 +102,7 @@ class Thunderbolt(Table, frozen=True, tag_field="kind", tag="thunderbolt"):
     forwarding_bps: BitRate | None = None
     """The rate at which one host can forward for others; None: as much as its cables carry."""
     mtu: Mtu = 9000
+    basis: Basis | None = None
 
 
 class Tunnel(Table, frozen=True):

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from hcsim.config.cluster import Cluster
 from hcsim.config.faults import AnyFault, CopiedIdentity, Partition
 from hcsim.config.home import AnyMedium, Thunderbolt, Wan, Wifi
-from hcsim.config.machine import Machine
+from hcsim.config.machine import Basis, Machine
 from hcsim.config.table import Count, Name, Table
 from hcsim.config.training import Training
 from hcsim.units import BitRate, Bytes, Flops, PositiveBytes, PositiveSeconds, Seconds, Share
@@ -27,8 +27,12 @@ class Attachment(Table, frozen=True):
 
     medium: str
     rate_bps: BitRate | None = None
+    up_bps: BitRate | None = None
+    """On a wire, of what the node sends; None: `rate`."""
+    down_bps: BitRate | None = None
     latency_s: Seconds | None = None
     loss: Share | None = None
+    basis: Basis | None = None
 
 
 class Node(Table, frozen=True):

@@ -37,6 +37,7 @@ from hcsim.transport.groups import GroupMembership, Wire
 if TYPE_CHECKING:
     from hcsim.cluster.coordinator import CoordinatorPolicy
     from hcsim.cluster.view import View
+    from hcsim.cluster.node import MeetingHandler
     from hcsim.config.training import Training
     from hcsim.node import ClusterJob
     from hcsim.training.run import Observer, Report
@@ -74,10 +75,13 @@ async def train_in_cluster(
     leaving: asyncio.Event | None = None,
     began: Callable[[View, int], None] = lambda view, step: None,
     sink: Sink | None = None,
+    meeting: MeetingHandler | None = None,
 ) -> Report:
     """Find the other machines of a cluster, and train with them until the end or until `leaving` is set.
 
     `began` is called with each view whose members have synchronised, and the number of steps taken by then.
+    `meeting` serves requests to measure the links between this machine and others.
+
     `sink` receives the events of this machine's trace."""
     from hcsim.node import train_as_member
 
@@ -94,6 +98,7 @@ async def train_in_cluster(
             leaving=leaving,
             began=began,
             durable=node.state is not None,
+            meeting=meeting,
         )
 
 

@@ -8,7 +8,7 @@ than the one that is meant is not written.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -17,12 +17,14 @@ import msgspec
 from msgspec.structs import replace
 
 from hcsim.config import AnyMedium, Ethernet, Scenario, Wifi, load_scenario, parse_scenario, write_scenario
+from hcsim.config.check import complete
 from hcsim.config.file import write_table
 from hcsim.config.machine import Basis, Machine
 from hcsim.config.scenario import TWIN_VERSION, Attachment, Node
 from hcsim.errors import ConfigError
 from hcsim.files import write_whole
 from hcsim.runtime.host import Interface, Medium
+from hcsim.twin.home import Fit
 from hcsim.units import BitRate
 
 _HEADER = re.compile(r"(?:^[ \t]*#[^\n]*\n)*^[ \t]*\[\[?[ \t]*(?P<root>[A-Za-z0-9_-]+)[ \t]*\]\]?", re.MULTILINE)
@@ -69,9 +71,26 @@ class TwinFile:
             scenario = replace(scenario, nodes=_put(scenario.nodes, replace(known, machine=machine)))
         self.save(scenario)
 
+    def put_links(self, fit: Fit, machines: Mapping[str, Machine | str]) -> None:
+        """Replace the media that were measured, and the links of these nodes to them. A node that is new has that
+        machine."""
+        scenario, nodes, media, tables = self.scenario, self.scenario.nodes, self.scenario.media, self.scenario.machines
+        known = {node.name: node for node in nodes}
+        replaced = [medium.name for medium in media if medium.basis is not None and medium.basis.kind == "estimated"]
+        replaced += [medium.name for medium in fit.media]
+        for name, links in fit.links.items():
+            node = known.get(name) or Node(name, machines[name])
+            others = tuple(link for link in node.links if link.medium not in replaced)
+            nodes = _put(nodes, replace(node, links=(*others, *links)))
+            if isinstance(node.machine, Machine):
+                tables = _put(tables, node.machine)
+        for medium in fit.media:
+            media = _put(media, medium)
+        self.save(replace(scenario, media=media, machines=tables, nodes=nodes))
+
     def save(self, scenario: Scenario) -> None:
         """Write what has changed."""
-        scenario = replace(scenario, twin=TWIN_VERSION)
+        scenario = complete(replace(scenario, twin=TWIN_VERSION))
         text = _updated(self._text, self.scenario, scenario) if self._text else _FILE_COMMENT + write_scenario(scenario)
         try:
             same = parse_scenario(text, str(self.path), self.path.parent) == scenario

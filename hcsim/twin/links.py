@@ -41,6 +41,7 @@ _STEADY = 0.03
 _LONGER = 2
 """Repeats of a flow whose rate has not settled, each twice as long."""
 _CALL_EVERY_S = 0.01
+_HELD_OUT_S, _HELD_OUT_REPEATS = 0.25, 7
 
 Bytes8: TypeAlias = npt.NDArray[np.uint8]
 Kind: TypeAlias = Literal["alone", "both ways", "two into one", "all"]
@@ -88,8 +89,12 @@ class Surveyed(msgspec.Struct, frozen=True):
 
     flows: tuple[Flow, ...] = ()
     calls: tuple[Calls, ...] = ()
+    held_out_bytes: int = 0
+    """The size of an all-reduce that the figures of the links do not rest on."""
     held_out_s: tuple[float, ...] = ()
-    """The times of an all-reduce that the figures of the links do not rest on."""
+    """Its times."""
+    media: tuple[tuple[int, int, str], ...] = ()
+    """The medium of the first rank's interface to the second one."""
 
     def rate_Bps(self, source: int, target: int) -> float:
         """Return the rate from one rank to another one, alone."""
@@ -97,13 +102,20 @@ class Surveyed(msgspec.Struct, frozen=True):
             flow.rate_Bps for flow in self.flows if (flow.kind, flow.source, flow.target) == ("alone", source, target)
         )
 
+    def media_of(self, rank: int, other: int) -> str:
+        """Return the medium of the rank's interface to another one; empty if it is not known."""
+        return next((medium for one, two, medium in self.media if (one, two) == (rank, other)), "")
+
 
 def joined(parts: Sequence[Surveyed]) -> Surveyed:
     """Return what all ranks have measured."""
     slowest = [max(times) for times in zip(*(part.held_out_s for part in parts), strict=True)]
     flows = (flow for part in parts for flow in part.flows)
     calls = (call for part in parts for call in part.calls)
-    return Surveyed(tuple(sorted(flows, key=lambda flow: flow.step)), tuple(calls), tuple(slowest))
+    size_bytes = max(part.held_out_bytes for part in parts)
+    media = (each for part in parts for each in part.media)
+    in_order = sorted(flows, key=lambda flow: (flow.step, flow.source, flow.target))
+    return Surveyed(tuple(in_order), tuple(calls), size_bytes, tuple(slowest), tuple(media))
 
 
 class _Step(msgspec.Struct, frozen=True):
@@ -143,6 +155,26 @@ async def survey(
                 work.append(_receive(flows, calls, step, number, source, known, pace, found))
         await asyncio.gather(*work)
     return Surveyed(tuple(found), tuple(called))
+
+
+async def held_out(flows: Group, found: Surveyed) -> Surveyed:
+    """Time an all-reduce that the figures of the links do not rest on. Every rank has to call it."""
+    rates = np.array([min(flow.rate_Bps for flow in found.flows)])
+    slowest_Bps = min(float(np.asarray(part)[0]) for part in await flows.all_gather(rates))
+    size_bytes = int(min(max(slowest_Bps * _HELD_OUT_S, 256 * KIB), 16384 * KIB)) // KIB * KIB
+    times_s = await all_reduce_times(flows, size_bytes)
+    return msgspec.structs.replace(found, held_out_bytes=size_bytes, held_out_s=times_s)
+
+
+async def all_reduce_times(flows: Group, size_bytes: int) -> tuple[float, ...]:
+    """Return the times of a few all-reduces by the ring, after a first one that does not count."""
+    data, clock, times_s = np.zeros(size_bytes // 4, np.float32), flows.host.clock, []
+    for _ in range(1 + _HELD_OUT_REPEATS):
+        await flows.barrier()
+        began_s = clock.elapsed()
+        await flows.all_reduce(data, algorithm="ring")
+        times_s.append(clock.elapsed() - began_s)
+    return tuple(times_s[1:])
 
 
 def _words(step: _Step) -> str:
@@ -192,7 +224,7 @@ async def _receive(
     pace: Pace,
     found: list[Flow],
 ) -> None:
-    pair, clock = (source, flows.rank), flows.host.clock
+    pair = source, flows.rank
     if step.kind != "alone":
         chunk, count = _chunks(known[pair], pace.together_s, pace.most_bytes)
         arrivals_s = await _receive_chunks(flows, source, chunk, count)
@@ -211,7 +243,6 @@ async def _receive(
         again, turn = not steady and turn < _LONGER, turn + 1
         await flows.send(np.array([again, rate_Bps]), source, tag=_TURN)
     await answering
-    assert clock is not None
     known[pair] = rate_Bps
     found.append(Flow(step.kind, number, *pair, rate_Bps, spread, steady))
 
@@ -246,7 +277,8 @@ def _settled(arrivals_s: Sequence[float], chunk: int, begin: float, end: float) 
     if len(within) < 3:  # a handful of chunks that came at once
         within = list(arrivals_s)
     rate_Bps = _rate_Bps(within, chunk)
-    parts = [_rate_Bps(within[i : i + len(within) // 4 + 1], chunk) for i in range(0, len(within) - 1, len(within) // 4)]
+    part = max(1, len(within) // 4)
+    parts = [_rate_Bps(within[i : i + part + 1], chunk) for i in range(0, len(within) - 1, part)]
     half = len(within) // 2
     before_Bps, after_Bps = _rate_Bps(within[: half + 1], chunk), _rate_Bps(within[half:], chunk)
     tenths = statistics.quantiles(parts, n=10, method="inclusive") if len(parts) > 1 else [rate_Bps, rate_Bps]

@@ -36,6 +36,12 @@ def measured_now(device: str) -> Callable[[float], Basis]:
     return lambda spread: Basis("measured", source, today, rounded(spread, 2))
 
 
+def measured_between(count: int) -> Basis:
+    """Return the provenance of links between so many machines."""
+    version = installed_versions()["hcsim"]
+    return Basis("measured", f"hcsim {version} over TLS between {count} machines", date.today().isoformat())
+
+
 def measure_machine(name: str, device: str, before: Machine | None, heat_s: float, tell: Tell) -> Iterator[Machine]:
     """Measure this machine on a device of torch; yield what is known of it after each part.
 

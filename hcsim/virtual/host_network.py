@@ -395,6 +395,8 @@ def _other_line(line: Wan, change: LinkChange) -> Wan:
 
 
 def _other_link(node: Node, medium: str, figures: Mapping[str, float | None]) -> Node:
+    if "rate_bps" in figures:
+        figures = {**figures, "up_bps": None, "down_bps": None}
     links = tuple(replace(link, **figures) if link.medium == medium else link for link in node.links)
     return replace(node, links=links)
 

@@ -204,15 +204,16 @@ class ResourceGraph:
         return self.resources[name]
 
     def _ethernet(self, node: Node, medium: Ethernet, link: Attachment) -> _Port:
-        rate = goodput_bytes_ps(link.rate_bps or medium.rate_bps, medium.mtu, self.scenario.tcp)
+        usual_bps = link.rate_bps or medium.rate_bps
         latency, loss = _latency_and_loss(medium, link)
 
-        def hop(way: str) -> Hop:
+        def hop(way: str, rate_bps: float) -> Hop:
+            rate = goodput_bytes_ps(rate_bps, medium.mtu, self.scenario.tcp)
             # The wire's latency belongs to the medium; each end carries half of it.
             uses = ((self.resource(_name(node.name, medium.name, way), rate), 1.0),) if rate < inf else ()
             return Hop(uses, latency / 2, medium.jitter_s / 2, half(loss), medium.mtu, rate)
 
-        return _Port(medium, hop("out"), hop("in"))
+        return _Port(medium, hop("out", link.up_bps or usual_bps), hop("in", link.down_bps or usual_bps))
 
     def _wifi(self, node: Node, medium: Wifi, link: Attachment) -> _Port:
         rate = (link.rate_bps or medium.phy_rate_bps) * medium.efficiency / 8

@@ -3,7 +3,8 @@
 - Two machines with a Thunderbolt bridge between them have a cable, whose two directions were measured.
 - Stations of one access point share its air: a byte from one to the other takes 1/r of the sender's and 1/r of the
   receiver's time, so the rates of the stations are the least-squares solution of 1/R = 1/rᵢ + 1/rⱼ, and no less than
-  what a station exchanges with a port both ways, where the port may be the slower one. Interfaces of an unknown kind that carry no more both ways than one way are taken for stations.
+  what a station exchanges with a port both ways, where the port may be the slower one. Interfaces of an unknown kind
+  that carry no more both ways than one way are taken for stations.
 - All others are ports of a switch. A port sends and receives at the highest rate that it reached with any other.
 
 The line rate is the one whose goodput, less the headers that the simulator subtracts, is the rate that was measured.
@@ -28,8 +29,9 @@ from hcsim.twin.links import Surveyed, all_reduce_times
 from hcsim.twin.timing import rounded
 from hcsim.units import BitRate, Seconds, Share
 
-SHARED = 1.3
-"""A pair that carries less than this both ways, relative to one way, shares one medium for both directions."""
+SHARED = 1.4
+"""The sum of the shares of their own rates that both directions of a pair reach at once: 1 where they share a medium, 2
+where they do not."""
 _NOTABLE = 0.1
 """A link that differs by more from what its medium says is worth a figure of its own, or a note."""
 _NAMES = {Ethernet: "switch", Wifi: "air", Thunderbolt: "desk"}
@@ -94,7 +96,11 @@ def _is_station(found: Surveyed, rank: int, size: int) -> bool:
 
 
 def _shares(found: Surveyed, one: int, other: int) -> bool:
-    return _both_Bps(found, one, other) < SHARED * max(found.rate_Bps(one, other), found.rate_Bps(other, one))
+    return sum(
+        flow.rate_Bps / found.rate_Bps(flow.source, flow.target)
+        for flow in found.flows
+        if flow.kind == "both ways" and {flow.source, flow.target} == {one, other}
+    ) < SHARED
 
 
 def _both_Bps(found: Surveyed, one: int, other: int) -> float:
@@ -235,4 +241,4 @@ def predicted_s(twin: Scenario, names: Sequence[str], size_bytes: int) -> float:
     nodes = {node.name: node for node in twin.nodes}
     scenario = replace(twin, nodes=tuple(nodes[name] for name in names), faults=())
     times: list[tuple[float, ...]] = simulate(scenario, lambda group: all_reduce_times(group, size_bytes)).values()
-    return statistics.median(max(each) for each in zip(*times, strict=True))
+    return float(statistics.median([max(each) for each in zip(*times, strict=True)]))

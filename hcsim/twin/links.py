@@ -1,7 +1,7 @@
 """What the links between machines carry: alone, both ways, two into one, and all at once.
 
-Every machine runs `survey` with the others, step by step. A step is one or more flows: a machine sends to another one as
-fast as it can, and the receiver looks at when the data come. Two groups are needed: one for flows, and one, with
+Every machine runs `survey` with the others, step by step. A step is one or more flows: a machine sends to another one
+as fast as it can, and the receiver looks at when the data come. Two groups are needed: one for flows, and one, with
 connections of its own, for round trips meanwhile.
 
 A shaped line lets a burst pass faster than what it sustains, since tokens were saved while nothing was sent. So a flow

@@ -8,17 +8,9 @@ import pytest
 
 from hcsim.config import Ethernet, load_scenario
 from hcsim.units import BitRate
-from tests.real.namespaces import Machine, run
 from tests.real.together import together
 
 pytestmark = pytest.mark.slow
-
-
-def shape(machine: Machine, up_mbit: int, down_mbit: int) -> None:
-    """Give the machine's cable a rate for each direction."""
-    for namespace, device, mbit in ((machine.namespace, "eth0", up_mbit), (*machine.port, down_mbit)):
-        run("ip", "netns", "exec", namespace, "tc", "qdisc", "replace", "dev", device, "root", "tbf", "rate",
-            f"{mbit}mbit", "burst", "256kb", "latency", "50ms")  # fmt: skip
 
 
 def test_the_members_find_what_their_cables_carry_in_each_direction(tmp_path: Path) -> None:
@@ -26,10 +18,11 @@ def test_the_members_find_what_their_cables_carry_in_each_direction(tmp_path: Pa
         cluster.write(2, 100_000, "")
         rates = {"a": (100, 100), "b": (80, 30)}
         for machine in cluster.lan:
-            shape(machine, *rates[machine.name])
+            there, back = rates[machine.name]
+            machine.slow(1000 * there, "256kb", 1000 * back)
         cluster.write(3, 10, "")  # a third one never comes: the two are idle
         processes = cluster.start("a", "b")
-        processes[0].says("here so far: a, b")
+        processes[0].says("here so far: ., .")
         twin = tmp_path / "twin.toml"
         probing = cluster.lan["a"].hcsim("probe", "--cluster", "-o", str(twin))
         assert probing.ends() == 0, probing.text

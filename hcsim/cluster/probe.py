@@ -5,7 +5,8 @@ not matter.
 
 A connection is timed by the shortest of a few round trips, and by a burst of frames in each direction. The
 receiver of a burst measures the time of its second half, from frame to frame: by then TCP's window is open, and
-the time includes no round trip. Bursts grow until that half takes long enough.
+the time includes no round trip. Bursts grow until that half takes long enough. A line that is shaped passes the first
+ones faster than what it sustains: bursts follow each other until they no longer become slower, and the last ones count.
 
 While two nodes measure the link between them, neither measures another one: each node has one lock, and a
 measurement holds both. Locks are taken in the order of node names to avoid deadlock. Pairs without a common
@@ -47,8 +48,11 @@ LARGEST_FRAME_BYTES = 512 * KIB
 MOST_FRAMES = 256
 LONG_ENOUGH_S = 0.02
 REPEATS = 3
-"""The median of this many bursts counts: on a wireless link that stalls for a moment, one burst may take
+"""The median of so many bursts, the last ones, counts: on a wireless link that stalls for a moment, one burst may take
 long, or arrive all at once."""
+MOST_REPEATS = 12
+SLOWER = 1.03
+"""A burst that takes longer than the one before by this factor is followed by another one."""
 MESSAGE_BYTES = 256
 CONNECT_TIMEOUT_S = 2.0
 """The timeout for addresses; an unreachable one often does not even refuse."""
@@ -254,9 +258,9 @@ class Prober:
             halves_s = [await burst(frames, frame_bytes)]
             if halves_s[0] < enough_s and not last:
                 continue
-            while len(halves_s) < REPEATS and clock.elapsed() - began_s < pace.repeat_for_s:
+            while _is_unsettled(halves_s) and clock.elapsed() - began_s < pace.repeat_for_s:
                 halves_s.append(await burst(frames, frame_bytes))
-            half_s = statistics.median(halves_s)
+            half_s = statistics.median(halves_s[-REPEATS:])
             if half_s >= enough_s or last:
                 break
         return frames // 2 * frame_bytes / half_s if half_s else inf
@@ -305,6 +309,12 @@ class Prober:
             await channel.recv(lambda header: room[: header.length])
         channel.limit(MESSAGE_BYTES)
         return self._host.clock.elapsed() - middle_s
+
+
+def _is_unsettled(halves_s: Sequence[float]) -> bool:
+    if len(halves_s) < REPEATS:
+        return True
+    return len(halves_s) < MOST_REPEATS and halves_s[-1] > SLOWER * halves_s[-2]
 
 
 _ZEROS = memoryview(bytes(LARGEST_FRAME_BYTES))

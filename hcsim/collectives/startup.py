@@ -2,8 +2,9 @@
 
 Ranks measure in pairs, as in a round-robin tournament (the circle method), so that measurements disturb each
 other as little as possible: n − 1 rounds until each has met all others. A pair measures the shortest of a few
-round trips, the extra cost per message when many follow each other, and the shortest time of a large message in
-each direction. Then all ranks exchange their rows, so that all have the same figures; `auto` and the ring order
+round trips, the extra cost per message when many follow each other, and the time of large messages in each direction.
+A line that is shaped passes a burst faster than what comes after it. So the number of large messages doubles until they
+take long enough, and the rate is that of what the last burst has more than the one before. Then all ranks exchange their rows, so that all have the same figures; `auto` and the ring order
 depend on them.
 """
 
@@ -22,7 +23,9 @@ from hcsim.runtime.host import Host
 LARGE_BYTES = 2**20
 _ROUND_TRIPS = 5
 _BURST = 16
-_LARGE_MESSAGES = 3
+_REPEATS = 3
+_MOST_LARGE = 64
+_LONG_ENOUGH_S = 0.05
 _TAG = 65535
 
 Missing: TypeAlias = Callable[[list[int]], None]
@@ -157,9 +160,24 @@ async def _time(group: Ranks, partner: int) -> tuple[float, float, float]:
         return max(whole_s - trip_s, whole_s / 2) / count
 
     overhead_s = await beyond_a_trip_s(small, _BURST)
-    # The quickest, as of the round trips: with fewer cores than ranks the slower ones measure the other ranks.
-    large_s = min([await beyond_a_trip_s(large, 1) for _ in range(_LARGE_MESSAGES)])
-    return trip_s / 2, overhead_s, LARGE_BYTES / large_s
+
+    async def large_s(count: int) -> float:
+        # The quickest, as of the round trips: with fewer cores than ranks the slower ones measure the other ranks.
+        bursts_s: list[float] = []
+        while not bursts_s or (len(bursts_s) < _REPEATS and bursts_s[0] < _LONG_ENOUGH_S):
+            await group.send(np.array([count]), partner, tag=_TAG)
+            bursts_s.append(count * await beyond_a_trip_s(large, count))
+        return min(bursts_s)
+
+    count, took_s, before_s = 1, await large_s(1), 0.0
+    while count == 1 or (took_s < _LONG_ENOUGH_S and count < _MOST_LARGE):
+        count, before_s = 2 * count, took_s
+        took_s = await large_s(count)
+    await group.send(np.array([0]), partner, tag=_TAG)
+    more_s = took_s - before_s
+    # Where the increment says little, as the shorter burst was held up, what was sent in all says more.
+    each_s = more_s / (count / 2) if more_s > took_s / 4 else took_s / count
+    return trip_s / 2, overhead_s, LARGE_BYTES / each_s
 
 
 async def _answer(group: Ranks, partner: int) -> None:
@@ -167,7 +185,14 @@ async def _answer(group: Ranks, partner: int) -> None:
     for _ in range(_ROUND_TRIPS):
         await group.recv(small, partner, tag=_TAG)
         await group.send(small, partner, tag=_TAG)
-    for data, count in ((small, _BURST), *((large, 1) for _ in range(_LARGE_MESSAGES))):
-        for _ in range(count):
-            await group.recv(data, partner, tag=_TAG)
+    for _ in range(_BURST):
+        await group.recv(small, partner, tag=_TAG)
+    await group.send(small, partner, tag=_TAG)
+    count = np.zeros(1, np.int64)
+    while True:
+        await group.recv(count, partner, tag=_TAG)
+        if not count[0]:
+            return
+        for _ in range(int(count[0])):
+            await group.recv(large, partner, tag=_TAG)
         await group.send(small, partner, tag=_TAG)

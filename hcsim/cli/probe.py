@@ -128,23 +128,28 @@ def _is_estimate(machine: Machine | str) -> bool:
 
 
 def _show_links(found: Surveyed, names: Sequence[str]) -> None:
+    """Show each pair alone and both ways, and what more than two machines carry at once."""
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    headings = ("from", "to", "alone", "spread", "both ways", "two into one", "all", "round trip", "p90", "loaded")
-    for heading in headings:
-        table.add_column(heading, justify="left" if heading in ("from", "to") else "right", no_wrap=True)
-    for calls in found.calls:
-        pair = calls.source, calls.target
-        flows = {kind: [flow for flow in found.flows if (flow.kind, flow.source, flow.target) == (kind, *pair)]
-                 for kind in ("alone", "both ways", "two into one", "all")}  # fmt: skip
-        rates = [" ".join(_mbps(flow.rate_Bps) for flow in flows[kind]) or "–" for kind in flows]
-        [alone] = flows["alone"]
-        trips = [statistics.median(calls.idle_s), _p90(calls.idle_s), statistics.median(calls.loaded_s or calls.idle_s)]
-        table.add_row(
-            names[calls.source], names[calls.target], rates[0], f"{alone.spread:.1%}", *rates[1:],
-            *map(screen.duration, trips),
-        )  # fmt: skip
-    screen.say("Mb/s of data in messages, and round trips of small messages")
+    for heading in ("from", "to", "alone", "spread", "both ways", "round trip", "p90", "loaded"):
+        table.add_column(heading, justify="left" if heading in ("from", "to") else "right")
+    both = {(flow.source, flow.target): flow for flow in found.flows if flow.kind == "both ways"}
+    calls = {(each.source, each.target): each for each in found.calls}
+    for flow in found.flows:
+        pair = flow.source, flow.target
+        if flow.kind == "alone":
+            trips_s = calls[pair].idle_s
+            loaded_s = calls[pair].loaded_s or trips_s
+            trips = (statistics.median(trips_s), _p90(trips_s), statistics.median(loaded_s))
+            table.add_row(
+                names[flow.source], names[flow.target], _mbps(flow.rate_Bps), f"{flow.spread:.1%}",
+                _mbps(both[pair].rate_Bps), *map(screen.duration, trips),
+            )  # fmt: skip
+    screen.say("Mb/s of data in messages, and round trips of small messages, idle and while data are sent")
     screen.show(table)
+    for step in sorted({flow.step for flow in found.flows if flow.kind in ("two into one", "all")}):
+        at_once = [flow for flow in found.flows if flow.step == step]
+        flows = ", ".join(f"{names[each.source]} → {names[each.target]} {_mbps(each.rate_Bps)}" for each in at_once)
+        screen.say(f"{at_once[0].kind}: {flows}")
 
 
 def _p90(samples: Sequence[float]) -> float:

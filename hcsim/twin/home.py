@@ -96,11 +96,14 @@ def _is_station(found: Surveyed, rank: int, size: int) -> bool:
 
 
 def _shares(found: Surveyed, one: int, other: int) -> bool:
-    return sum(
-        flow.rate_Bps / found.rate_Bps(flow.source, flow.target)
-        for flow in found.flows
-        if flow.kind == "both ways" and {flow.source, flow.target} == {one, other}
-    ) < SHARED
+    return (
+        sum(
+            flow.rate_Bps / found.rate_Bps(flow.source, flow.target)
+            for flow in found.flows
+            if flow.kind == "both ways" and {flow.source, flow.target} == {one, other}
+        )
+        < SHARED
+    )
 
 
 def _both_Bps(found: Surveyed, one: int, other: int) -> float:

@@ -1,4 +1,5 @@
-"""What this machine is like, measured part by part: its kernels, its compressors, and the speed that it keeps.
+"""What this machine is like, measured part by part: its kernels, what messages cost it, its compressors, and the speed
+that it keeps.
 
 The data-sheet figures of a measured machine are the best rates of its curves, with efficiencies of 1. They stand for
 what no curve covers.
@@ -15,6 +16,7 @@ from msgspec.structs import replace
 from hcsim.config.machine import Basis, KernelCurve, Machine
 from hcsim.real.hardware import RealDevice, installed_versions, system_name, this_chip
 from hcsim.twin.codecs import measure_codec, usual_specs
+from hcsim.twin.messages import measure_messages
 from hcsim.twin.timing import rounded
 from hcsim.units import ByteRate, Bytes, FlopRate, PositiveShare, Seconds
 
@@ -57,6 +59,9 @@ def measure_machine(name: str, device: str, before: Machine | None, heat_s: floa
         machine = replace(machine, step_s=Seconds(rounded(kernels.rest.step_s)), step_basis=basis(0.0))
         yield machine
     assert machine is not None
+    tell("messages, plain and over TLS")
+    machine = replace(machine, messages=measure_messages(basis))
+    yield machine
     chosen = usual_specs()
     for number, spec in enumerate(chosen, start=1):
         tell(f"compressor {number} of {len(chosen)}: {spec}")

@@ -2,10 +2,10 @@
 
 Ranks measure in pairs, as in a round-robin tournament (the circle method), so that measurements disturb each
 other as little as possible: n − 1 rounds until each has met all others. A pair measures the shortest of a few
-round trips, the extra cost per message when many follow each other, and the time of large messages in each direction.
-A line that is shaped passes a burst faster than what comes after it. So the number of large messages doubles until they
-take long enough, and the rate is that of what the last burst has more than the one before. Then all ranks exchange their rows, so that all have the same figures; `auto` and the ring order
-depend on them.
+round trips, the extra cost per message when many follow each other, and the time of large messages in each
+direction. A line that is shaped passes a burst faster than what comes after it. So the number of large messages
+doubles until they take long enough, and the rate is that of what the last burst has more than the one before.
+Then all ranks exchange their rows, so that all have the same figures; `auto` and the ring order depend on them.
 """
 
 from __future__ import annotations

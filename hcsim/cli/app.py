@@ -156,6 +156,9 @@ def probe(
     ] = False,
     name: Annotated[str | None, typer.Option(help="With --cluster: what this machine calls it.")] = None,
     peer: Annotated[list[str] | None, typer.Option(help="With --cluster: host or host:port of a member.")] = None,
+    report: Annotated[
+        Path | None, typer.Option(help="Write a page that shows the twin beside the catalogue, as HTML.")
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print what was measured as JSON.")] = False,
 ) -> None:
     """Measure this machine, or the links of a cluster, and write what was found into a scenario: its twin."""
@@ -165,10 +168,10 @@ def probe(
 
         if of_cluster:
             only("without --cluster", {"--device": None if device == "auto" else device, "--minutes": minutes or None})
-            work.probe_cluster(out, cluster.home(), name or CLUSTER, peer or (), as_json=json)
+            work.probe_cluster(out, cluster.home(), name or CLUSTER, peer or (), report, as_json=json)
         else:
             only("with --cluster", {"--name": name, "--peer": peer})
-            work.probe(out, device, minutes, as_json=json)
+            work.probe(out, device, minutes, report, as_json=json)
 
 
 @app.command()

@@ -20,6 +20,7 @@ from hcsim.cluster.messages import StatusReply
 from hcsim.config import CATALOGUE
 from hcsim.config.machine import BY_FLOPS, Basis, Machine
 from hcsim.errors import ConfigError, HcsimError
+from hcsim.files import write_whole
 from hcsim.real.hardware import best_torch_device, check_torch_device
 from hcsim.real.interfaces import host_name, leads_out, list_interfaces
 from hcsim.twin.file import TwinFile
@@ -27,6 +28,7 @@ from hcsim.twin.home import fitted, message_cost_s, predicted_s
 from hcsim.twin.links import Surveyed, joined
 from hcsim.twin.machine import SHORTEST_HEAT_S, measure_machine, measured_between
 from hcsim.twin.meeting import survey_cluster
+from hcsim.twin.page import page
 from hcsim.units import ByteRate, FlopRate
 
 _LOOK = "3 s"
@@ -38,11 +40,12 @@ _UNKNOWN = Machine(
 )
 
 
-def probe(out: Path, device: str, minutes: float, *, as_json: bool) -> None:
+def probe(out: Path, device: str, minutes: float, report: Path | None, *, as_json: bool) -> None:
     """Measure this machine and put it into the twin, part by part."""
     if 0 < 60 * minutes < SHORTEST_HEAT_S:
         raise ConfigError(f"--minutes {minutes:g}: a machine grows hot in {SHORTEST_HEAT_S / 60:g} min at least")
     check_torch_device(device)
+    _check_report(report)
     device = best_torch_device() if device == "auto" else device
     twin, name = TwinFile(out), host_name()
     interfaces = [each for each in list_interfaces() if leads_out(each)]
@@ -56,6 +59,7 @@ def probe(out: Path, device: str, minutes: float, *, as_json: bool) -> None:
                 screen.note(f"what was measured so far is in {out}")
             raise
     assert machine is not None
+    _write_report(report, twin)
     if as_json:
         data = msgspec.json.encode(machine, enc_hook=_plain_number)
         sys.stdout.write(msgspec.json.format(data).decode() + "\n")
@@ -64,8 +68,11 @@ def probe(out: Path, device: str, minutes: float, *, as_json: bool) -> None:
         screen.note(f"written to {out}: try `hcsim run {out} --task digits --steps 20`")
 
 
-def probe_cluster(out: Path, home: Path, cluster: str, peers: Sequence[str], *, as_json: bool) -> None:
+def probe_cluster(
+    out: Path, home: Path, cluster: str, peers: Sequence[str], report: Path | None, *, as_json: bool
+) -> None:
     """Have the members of a running cluster measure the links between them, and put these into the twin."""
+    _check_report(report)
     twin = TwinFile(out)
     members = by_seniority(find_members(home, cluster, peers, _LOOK))
     replies = [*members.values()]
@@ -84,6 +91,7 @@ def probe_cluster(out: Path, home: Path, cluster: str, peers: Sequence[str], *, 
     basis = measured_between(len(names))
     fit = fitted(found, names, costs_s, twin.scenario.tcp, basis, _home_of(twin))
     twin.put_links(fit, machines)
+    _write_report(report, twin)
     measured_s = statistics.median(found.held_out_s)
     expected_s = predicted_s(twin.scenario, names, found.held_out_bytes)
     if as_json:
@@ -158,6 +166,20 @@ def _p90(samples: Sequence[float]) -> float:
 
 def _mbps(rate_Bps: float) -> str:
     return f"{8 * rate_Bps / 1e6:.4g}"
+
+
+def _check_report(report: Path | None) -> None:
+    if report is not None and (report.is_dir() or not report.parent.is_dir()):
+        raise ConfigError(f"--report {report}: give a file in a folder that there is")
+
+
+def _write_report(report: Path | None, twin: TwinFile) -> None:
+    if report is not None:
+        try:
+            write_whole(report, page(twin.scenario).encode())
+        except OSError as error:
+            raise ConfigError(f"{report}: cannot be written: {error.strerror}") from None
+        screen.note(f"shown in {report}")
 
 
 def _show(machine: Machine) -> None:

@@ -313,7 +313,7 @@ def test_auto_takes_the_fastest_algorithm_once_links_are_measured(virtual, size_
         return await took_s(group, "auto", size_bytes), min([await took_s(group, name, size_bytes) for name in names])
 
     for measured_s, fastest_s in virtual.outcome(3, program).values():
-        assert measured_s <= (1.05 if size_bytes < MIB else 1.01) * fastest_s  # short ones prefer few peers, if alike
+        assert measured_s <= (1.06 if size_bytes < MIB else 1.01) * fastest_s  # short ones prefer few peers, if alike
 
 
 @pytest.mark.slow

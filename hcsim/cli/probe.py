@@ -24,8 +24,8 @@ from hcsim.files import write_whole
 from hcsim.real.hardware import best_torch_device, check_torch_device
 from hcsim.real.interfaces import host_name, leads_out, list_interfaces
 from hcsim.twin.file import TwinFile
-from hcsim.twin.home import fitted, message_cost_s, predicted_s
-from hcsim.twin.links import Surveyed, joined
+from hcsim.twin.home import Fit, fitted, message_cost_s, predicted_s
+from hcsim.twin.links import Surveyed
 from hcsim.twin.machine import SHORTEST_HEAT_S, measure_machine, measured_between
 from hcsim.twin.meeting import survey_cluster
 from hcsim.twin.page import page
@@ -83,14 +83,18 @@ def probe_cluster(
         raise HcsimError(f"two members are called {twice[0]}: rename one of them (hcsim run --real --set name=…)")
     if any(told.view.formed for told in replies):
         screen.note("the members work on something meanwhile: this measures what their work leaves")
-    with screen.ProgressLine("probe", 1) as progress:
-        parts = asyncio.run(survey_cluster(home, cluster, replies, progress.phase))
-    found = joined(parts)
     machines = {name: _machine(twin, name, told) for name, told in zip(names, replies, strict=True)}
     costs_s = {name: message_cost_s(machine) for name, machine in machines.items()}
-    basis = measured_between(len(names))
-    fit = fitted(found, names, costs_s, twin.scenario.tcp, basis, _home_of(twin))
-    twin.put_links(fit, machines)
+    basis, home_name = measured_between(len(names)), _home_of(twin)
+
+    def put(found: Surveyed) -> Fit:
+        fit = fitted(found, names, costs_s, twin.scenario.tcp, basis, home_name)
+        twin.put_links(fit, machines)
+        return fit
+
+    with screen.ProgressLine("probe", 1) as progress:
+        found = asyncio.run(survey_cluster(home, cluster, replies, progress.phase, put))
+    fit = put(found)
     _write_report(report, twin)
     measured_s = statistics.median(found.held_out_s)
     expected_s = predicted_s(twin.scenario, names, found.held_out_bytes)

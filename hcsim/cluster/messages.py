@@ -151,9 +151,10 @@ class MeetingBegin(msgspec.Struct, frozen=True, tag="meet_all"):
 
 
 class MeetingNews(msgspec.Struct, frozen=True, tag="meet_news"):
-    """What the members do at the moment."""
+    """What the members do at the moment, or what this one has found so far."""
 
-    text: str
+    text: str = ""
+    data: bytes = b""
 
 
 class MeetingResult(msgspec.Struct, frozen=True, tag="meet_result"):

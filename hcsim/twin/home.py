@@ -29,7 +29,7 @@ from hcsim.twin.links import Surveyed, all_reduce_times
 from hcsim.twin.timing import rounded
 from hcsim.units import BitRate, Seconds, Share
 
-SHARED = 1.4
+SHARED = 1.2
 """The sum of the shares of their own rates that both directions of a pair reach at once: 1 where they share a medium, 2
 where they do not."""
 _NOTABLE = 0.1

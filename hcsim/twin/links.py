@@ -135,9 +135,15 @@ def steps_of(size: int) -> tuple[_Step, ...]:
 
 
 async def survey(
-    flows: Group, calls: Group, tell: Callable[[str], None] = lambda what: None, pace: Pace | None = None
+    flows: Group,
+    calls: Group,
+    tell: Callable[[str], None] = lambda what: None,
+    pace: Pace | None = None,
+    part: Callable[[Surveyed], None] = lambda found: None,
 ) -> Surveyed:
-    """Measure all links between the ranks of the two groups, which have the same ranks. Every rank has to call it."""
+    """Measure all links between the ranks of the two groups, which have the same ranks. Every rank has to call it.
+
+    `part` is called when what the media follow from has been measured."""
     pace = pace or Pace()
     found: list[Flow] = []
     called: list[Calls] = []
@@ -145,6 +151,8 @@ async def survey(
     """The rates that this rank knows, of flows from and to it."""
     steps = steps_of(flows.size)
     for number, step in enumerate(steps):
+        if step.kind == "two into one" and steps[number - 1].kind == "both ways":
+            part(Surveyed(tuple(found), tuple(called)))
         tell(f"step {number + 1} of {len(steps)}: {_words(step)}")
         await calls.barrier()
         work = []

@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Callable, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -27,7 +28,7 @@ from hcsim.cluster.messages import (
 )
 from hcsim.collectives.group import Group
 from hcsim.collectives.select import Options
-from hcsim.errors import ChannelError, HcsimError
+from hcsim.errors import ChannelBroken, ChannelError, HcsimError
 from hcsim.real.host import RealHost, RealOptions
 from hcsim.real.interfaces import host_name
 from hcsim.real.keys import beside_a_node, load_credentials
@@ -38,7 +39,7 @@ from hcsim.runtime.host import Host
 from hcsim.transport.admission import AdmittedHost
 from hcsim.transport.groups import GroupMembership
 from hcsim.transport.messages import expect
-from hcsim.twin.links import Pace, Surveyed, held_out, survey
+from hcsim.twin.links import Pace, Surveyed, held_out, joined, survey
 
 _OPEN_S = 30.0
 _FLOW_S = 120.0
@@ -48,7 +49,7 @@ _NAMES = ("flows", "calls")
 
 
 async def take_part(host: Host, control: str, channel: Channel, request: MeetingRequest) -> None:
-    """Serve a request that came over this channel to the member with that control address."""
+    """Serve a request that came over this channel to the member with that control address, until the client goes."""
     try:
         async with host.clock.timeout(LONGEST_S):
             found = await _found(host, control, channel, request)
@@ -56,6 +57,13 @@ async def take_part(host: Host, control: str, channel: Channel, request: Meeting
     except (HcsimError, TimeoutError) as error:
         result = MeetingResult(error=str(error) or f"it took longer than {LONGEST_S:g} s")
     await SCHEMA.send(channel, result)
+
+
+async def _cancel_if_gone(channel: Channel, work: asyncio.Task[Surveyed]) -> None:
+    """Cancel the work when the client, which has nothing more to say, has closed the channel."""
+    with suppress(HcsimError):
+        await SCHEMA.recv(channel)
+    work.cancel()
 
 
 async def _found(host: Host, control: str, channel: Channel, request: MeetingRequest) -> Surveyed:
@@ -76,12 +84,19 @@ async def _found(host: Host, control: str, channel: Channel, request: MeetingReq
             group = await Group.open(host, us, Options(timeout_s=_FLOW_S), listener)
             groups.append(await stack.enter_async_context(group))
         flows, calls = groups
-        told: asyncio.Queue[str] = asyncio.Queue()
-        telling = host.spawn(_tell(channel, told), name="tell of the measurement")
+        news: asyncio.Queue[MeetingNews] = asyncio.Queue()
+        telling = host.spawn(_tell(channel, news), name="tell of the measurement")
         stack.callback(telling.cancel)
-        surveyed = await survey(flows, calls, told.put_nowait, Pace())
-        told.put_nowait("an all-reduce, to be predicted")
-        surveyed = await held_out(flows, surveyed)
+        work = host.spawn(_measured(flows, calls, news), name="measure the links")
+        stack.callback(work.cancel)
+        watching = host.spawn(_cancel_if_gone(channel, work), name="watch the client")
+        stack.callback(watching.cancel)
+        try:
+            surveyed: Surveyed = await work
+        except asyncio.CancelledError:
+            if watching.done():
+                raise ChannelBroken("the client has gone", channel.peer) from None
+            raise
         media = [
             (request.rank, rank, interface.medium.value)
             for rank, (ours, _) in flows.ends.items()
@@ -92,15 +107,33 @@ async def _found(host: Host, control: str, channel: Channel, request: MeetingReq
     return msgspec.structs.replace(surveyed, media=tuple(media))
 
 
-async def _tell(channel: Channel, told: asyncio.Queue[str]) -> None:
+async def _measured(flows: Group, calls: Group, news: asyncio.Queue[MeetingNews]) -> Surveyed:
+    def tell(what: str) -> None:
+        news.put_nowait(MeetingNews(what))
+
+    def part(found: Surveyed) -> None:
+        news.put_nowait(MeetingNews(data=msgspec.json.encode(found)))
+
+    found = await survey(flows, calls, tell, Pace(), part)
+    part(found)
+    tell("an all-reduce, to be predicted")
+    return await held_out(flows, found)
+
+
+async def _tell(channel: Channel, news: asyncio.Queue[MeetingNews]) -> None:
     while True:
-        await SCHEMA.send(channel, MeetingNews(await told.get()))
+        await SCHEMA.send(channel, await news.get())
 
 
 async def survey_cluster(
-    home: Path, cluster: str, members: Sequence[StatusReply], tell: Callable[[str], None]
-) -> list[Surveyed]:
-    """Have these members measure the links between them; return what each has found."""
+    home: Path,
+    cluster: str,
+    members: Sequence[StatusReply],
+    tell: Callable[[str], None],
+    part: Callable[[Surveyed], object],
+) -> Surveyed:
+    """Have these members measure the links between them; return what they have found. `part` is called with what is
+    known before the end."""
     proved = beside_a_node(load_credentials(home, cluster, host_name()))
     tls = ClusterTls(proved.key, proved.secret)
     async with RealHost(RealOptions("asker", seed=secrets.randbits(64), tls=tls)) as host, AsyncExitStack() as stack:
@@ -112,33 +145,45 @@ async def survey_cluster(
             channel.limit(MESSAGE_LIMIT_BYTES)
             await SCHEMA.send(channel, MeetingRequest(rank, len(members)))
             channels.append(channel)
-        places = [
-            await _heard(told, channel, tell, MeetingPlace) for told, channel in zip(members, channels, strict=True)
-        ]
+        parts: dict[int, list[Surveyed]] = {rank: [] for rank in range(len(members))}
+
+        def take(rank: int, news: MeetingNews) -> None:
+            if news.text and not rank:
+                tell(news.text)
+            if news.data:
+                parts[rank].append(msgspec.json.decode(news.data, type=Surveyed))
+                count = len(parts[rank])
+                if min(map(len, parts.values())) == count:
+                    part(joined([each[count - 1] for each in parts.values()]))
+
+        async def heard(kind: type[R]) -> list[R]:
+            return await asyncio.gather(
+                *(
+                    _heard(told, channel, partial(take, rank), kind)
+                    for rank, (told, channel) in enumerate(zip(members, channels, strict=True))
+                )
+            )
+
+        places = await heard(MeetingPlace)
         nodes = tuple(told.status.us.node for told in members)
         begin = MeetingBegin(tuple(place.addresses for place in places), nodes)
         for channel in channels:
             await SCHEMA.send(channel, begin)
-        quiet: Callable[[str], None] = lambda what: None  # noqa: E731
-        hearing = [
-            _heard(told, channel, quiet if rank else tell, MeetingResult)
-            for rank, (told, channel) in enumerate(zip(members, channels, strict=True))
-        ]
-        results = await asyncio.gather(*hearing)
-    return [msgspec.json.decode(result.data, type=Surveyed) for result in results]
+        results = await heard(MeetingResult)
+    return joined([msgspec.json.decode(result.data, type=Surveyed) for result in results])
 
 
 R = TypeVar("R", MeetingPlace, MeetingResult)
 
 
-async def _heard(told: StatusReply, channel: Channel, tell: Callable[[str], None], kind: type[R]) -> R:
+async def _heard(told: StatusReply, channel: Channel, take: Callable[[MeetingNews], None], kind: type[R]) -> R:
     """Return the next message of that kind of a member; raise `HcsimError` if it cannot take part."""
     name = told.status.us.name
     try:
         while True:
             message = await SCHEMA.recv(channel)
             if isinstance(message, MeetingNews):
-                tell(message.text)
+                take(message)
             elif isinstance(message, MeetingResult) and message.error:
                 raise HcsimError(f"{name} cannot take part: {message.error}")
             elif isinstance(message, kind):

@@ -176,16 +176,15 @@ def _chart(title: str, lines: Sequence[Line], unit: str, rate_unit: str) -> list
     def y(value: float) -> float:
         return _HEIGHT - _BOTTOM - (value - y_low) / (y_high - y_low) * (_HEIGHT - _BOTTOM - _TOP)
 
-    drawn = []
-    for power in range(y_low, y_high + 1):
-        drawn.append(
-            f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y(power):.1f}" y2="{y(power):.1f}"/>'
-        )
-        drawn.append(
-            f'<text x="{_LEFT - 6}" y="{y(power) + 4:.1f}" text-anchor="end">{_power(power, rate_unit)}</text>'
-        )
-    for power in range(x_low, x_high + 1, max(1, (x_high - x_low) // 6)):
-        drawn.append(f'<text x="{x(power):.1f}" y="{_HEIGHT - 14}" text-anchor="middle">{_power(power, unit)}</text>')
+    drawn = [
+        f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y(power):.1f}" y2="{y(power):.1f}"/>'
+        f'<text x="{_LEFT - 6}" y="{y(power) + 4:.1f}" text-anchor="end">{_power(power, rate_unit)}</text>'
+        for power in range(y_low, y_high + 1)
+    ]
+    drawn += [
+        f'<text x="{x(power):.1f}" y="{_HEIGHT - 14}" text-anchor="middle">{_power(power, unit)}</text>'
+        for power in range(x_low, x_high + 1, max(1, (x_high - x_low) // 6))
+    ]
     for line in lines:
         path = " ".join(f"{x(math.log10(size)):.1f},{y(math.log10(rate)):.1f}" for size, rate in line.points)
         dashes = ' stroke-dasharray="6 4"' if line.dashed else ""

@@ -203,10 +203,10 @@ class Machine:
         """Plug the cable into one of the switch's halves."""
         ip("-n", self._switch, "link", "set", self._port, "master", bridge)
 
-    def slow(self, kbit: int, burst: str = "3kb", back_kbit: int | None = None) -> None:
+    def slow(self, kbit: int, burst: str = "3kb", back_kbit: int | None = None, queue: str = "2s") -> None:
         """The cable carries so many kbit/s, each way; or so many away from the machine, and others back."""
         for end, rate in zip(self._cable, (kbit, back_kbit or kbit), strict=True):
-            _shape(end, rate, ("burst", burst, "latency", "2s"))
+            _shape(end, rate, ("burst", burst, "latency", queue))
 
     def shape(self, port: Port) -> None:
         """The machine's port, in both directions, becomes one of a switch."""

@@ -19,7 +19,7 @@ def test_the_members_find_what_their_cables_carry_in_each_direction(tmp_path: Pa
         rates = {"a": (100, 100), "b": (80, 30)}
         for machine in cluster.lan:
             there, back = rates[machine.name]
-            machine.slow(1000 * there, "256kb", 1000 * back)
+            machine.slow(1000 * there, "256kb", 1000 * back, "20ms")
         cluster.write(3, 10, "")  # a third one never comes: the two are idle
         processes = cluster.start("a", "b")
         processes[0].says("here so far: ., .")

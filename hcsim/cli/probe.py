@@ -28,7 +28,7 @@ from hcsim.twin.home import Fit, fitted, message_cost_s, predicted_s
 from hcsim.twin.links import Surveyed
 from hcsim.twin.machine import SHORTEST_HEAT_S, measure_machine, measured_between
 from hcsim.twin.meeting import survey_cluster
-from hcsim.twin.page import page
+from hcsim.twin.page import fastest_curves, page
 from hcsim.units import ByteRate, FlopRate
 
 _LOOK = "3 s"
@@ -194,7 +194,7 @@ def _show(machine: Machine) -> None:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for heading in ("", "sizes", "shortest", "at the largest", "spread"):
         table.add_column(heading, justify="left" if not heading else "right", no_wrap=True)
-    for curve in machine.kernels:
+    for curve in fastest_curves(machine):
         unit = "GFLOP" if curve.kind in BY_FLOPS else "GB"
         intensity = f" at {curve.intensity:.3g} FLOP/B" if curve.intensity else ""
         table.add_row(

@@ -26,6 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hcsim.collectives.group import Group
+from hcsim.errors import RemoteProtocolError
 from hcsim.runtime.clock import Clock
 
 KIB = 1024
@@ -36,6 +37,7 @@ _BURSTS = (64 * KIB, 256 * KIB, 1024 * KIB, 4096 * KIB, 16384 * KIB)
 _LONG_ENOUGH_S = 0.05
 _CHUNK_S = 0.02
 _SMALLEST, _LARGEST = 8 * KIB, 4096 * KIB
+_MOST_CHUNKS = 1 << 20
 _STEADY = 0.03
 """A rate that changes by less from one quarter of a flow to the next has settled."""
 _LONGER = 2
@@ -246,6 +248,7 @@ async def _receive(
         plan = np.zeros(2, np.int64)
         await flows.recv(plan, source, tag=_TURN)
         chunk, count = map(int, plan)
+        _check(flows, source, 0 < chunk <= _LARGEST and 0 < count <= _MOST_CHUNKS)
         arrivals_s = await _receive_chunks(flows, source, chunk, count)
         rate_Bps, spread, steady = _settled(arrivals_s, chunk, 0.5, 1.0)
         again, turn = not steady and turn < _LONGER, turn + 1
@@ -258,7 +261,7 @@ async def _receive(
 def _chunks(rate_Bps: float, lasts_s: float, most_bytes: int) -> tuple[int, int]:
     """Return the size and the number of the chunks of a flow that lasts so long at that rate."""
     chunk = int(min(max(_SMALLEST, rate_Bps * _CHUNK_S), _LARGEST)) // 64 * 64
-    return chunk, max(16, int(min(rate_Bps * lasts_s, most_bytes) / chunk))
+    return chunk, min(_MOST_CHUNKS, max(16, int(min(rate_Bps * lasts_s, most_bytes) / chunk)))
 
 
 async def _send_chunks(flows: Group, target: int, chunk: int, count: int) -> None:
@@ -308,12 +311,18 @@ async def _rough_Bps(flows: Group, target: int) -> float:
         await flows.recv(np.zeros(1, np.uint8), target, tag=_TURN)
         took_s = clock.elapsed() - began_s
         more_s = took_s - before[1]
-        rate_Bps = (burst - before[0]) / more_s if more_s > took_s / 4 else burst / took_s
+        rate_Bps = (burst - before[0]) / more_s if more_s > took_s / 4 else burst / max(took_s, 1e-9)
         before = burst, took_s
         if took_s > _LONG_ENOUGH_S:
             break
     await flows.send(np.array([0]), target, tag=_TURN)
     return rate_Bps
+
+
+def _check(flows: Group, source: int, is_valid: bool) -> None:
+    if not is_valid:
+        peer = flows.addresses[source]
+        raise RemoteProtocolError(f"{peer} announced data of a size that no member sends", peer)
 
 
 async def _answer_bursts(flows: Group, source: int) -> None:
@@ -322,6 +331,7 @@ async def _answer_bursts(flows: Group, source: int) -> None:
         await flows.recv(burst, source, tag=_TURN)
         if not burst[0]:
             return
+        _check(flows, source, int(burst[0]) in _BURSTS)
         await flows.recv(np.zeros(int(burst[0]), np.uint8), source, tag=_FLOW)
         await flows.send(np.zeros(1, np.uint8), source, tag=_TURN)
 

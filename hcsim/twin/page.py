@@ -123,10 +123,18 @@ def _cells(what: str, here: str, usual: str = "–", ratio: str = "–") -> str:
     return f"<tr><td>{what}</td><td>{here}</td><td>{usual}</td><td>{ratio}</td></tr>"
 
 
+def fastest_curves(machine: Machine) -> tuple[KernelCurve, ...]:
+    """Return the curve of each kind and type that reaches the highest rate."""
+    best: dict[tuple[str, str], KernelCurve] = {}
+    for curve in sorted(machine.kernels, key=lambda curve: max((rate for _, rate in _rates(curve.points)), default=0)):
+        best[curve.kind, curve.dtype] = curve
+    return tuple(best[key] for key in dict.fromkeys((curve.kind, curve.dtype) for curve in machine.kernels))
+
+
 def _kernels(machine: Machine, known: Machine | None) -> list[str]:
     charts = []
     for flops in (True, False):
-        curves = [curve for curve in machine.kernels if (curve.kind in BY_FLOPS) is flops]
+        curves = [curve for curve in fastest_curves(machine) if (curve.kind in BY_FLOPS) is flops]
         lines: list[Line] = []
         for curve, colour in zip(curves, _COLOURS * len(curves), strict=False):
             lines.append(Line(f"{curve.kind} {curve.dtype}", _rates(curve.points), colour))

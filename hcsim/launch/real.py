@@ -36,8 +36,8 @@ from hcsim.transport.groups import GroupMembership, Wire
 
 if TYPE_CHECKING:
     from hcsim.cluster.coordinator import CoordinatorPolicy
-    from hcsim.cluster.view import View
     from hcsim.cluster.node import MeetingHandler
+    from hcsim.cluster.view import View
     from hcsim.config.training import Training
     from hcsim.node import ClusterJob
     from hcsim.training.run import Observer, Report

@@ -178,7 +178,7 @@ def test_torch_is_imported_in_few_files_and_only_when_it_is_used() -> None:
             assert not any(is_within(name, ("torch",)) for name in at_once), path
     tasks = [f"training/tasks/{name}.py" for name in ("torch_replica", "torch_task")]
     others = [name for name in sorted(importers) if not name.startswith(TORCH_ITSELF[1:])]
-    assert others == ["compressors/kernels/plain.py", "real/hardware.py", *tasks]
+    assert others == ["compressors/kernels/plain.py", "real/hardware.py", "selftest/machine.py", *tasks]
 
 
 @pytest.mark.slow

@@ -243,6 +243,7 @@ CONTROL: tuple[messages.ControlMessage, ...] = (
             Readings(2**33, 61.0, 8.5, 0.9),
             "digits by ddp",
             9,
+            2,
             (HistoryStep(1.0, 1, 2.5, 2, 64, held_out=2.4),),
             (HistoryMessage(0.5, "view 1: a, b (b joined)"),),
         ),

@@ -179,7 +179,7 @@ def test_every_fault_of_the_showcase_heals() -> None:
         ('["switch"]', "[3]", "node[0].links[0] = 3: expected a table"),
         ('["switch"]', '"switch"', 'node[0].links = "switch": expected a list'),
         ('["switch"]', '["switch", "switch"]', 'node[0].links[1] = "switch": node[0].links[0] is the same'),
-        ("rate = \"433", "speed = \"433", "node[1].links[0].speed: unknown key; valid: medium, rate, latency"),
+        ("rate = \"433", "speed = \"433", "node[1].links[0].speed: unknown key; valid: medium, rate, up, down"),
         ("peak =", "peek =", "node[1].machine.peek: unknown key (did you mean peak?)"),
         ('"1 TFLOPS"', '"1 TFLOP"', "node[1].machine.peak"),
         ('machine = "M1"', "machine = 1", "node[0].machine = 1"),

@@ -33,7 +33,7 @@ machine = "mini"
 links = ["switch"]
 [[node]]
 name = "b"
-machine = "M1"
+machine = "mini"
 links = ["switch"]
 """
 RUN = PredictedRun(Training(task="convex", steps=40))

@@ -42,7 +42,7 @@ from hcsim.twin.kernels import (
 from hcsim.twin.machine import measured_now
 from hcsim.units import ByteRate, FlopRate, Seconds
 
-TURNS = 3
+TURNS = 2
 STEPS_OF_A_TURN = 2
 
 
@@ -171,16 +171,18 @@ def main(
     if out is not None:
         asked.make_folder(out)
     models = list(MODELS) if only is None else asked.chosen(only, MODELS)
+    records = []
     with Progress(console=Console(stderr=True)) as progress:
-        records = [record(int(count), models, progress) for count in dict.fromkeys(threads.split(","))]
+        for count in dict.fromkeys(threads.split(",")):
+            records.append(record(int(count), models, progress))
+            if json_file is not None:
+                Path(json_file).write_bytes(msgspec.json.encode(records))
     table = pd.DataFrame([row for each in records for row in each.rows()])
     if not own_kernels:
         table = table[table["method"] == "curves"]
     show(table)
     if out is not None:
         draw(table, out)
-    if json_file is not None:
-        Path(json_file).write_bytes(msgspec.json.format(msgspec.json.encode(records), indent=1))
 
 
 def show(table: pd.DataFrame) -> None:

@@ -10,7 +10,7 @@ from hcsim.config.machine import Basis
 from hcsim.config.table import Mtu, Name, Table
 from hcsim.errors import UsageError
 from hcsim.registry import Registry
-from hcsim.units import BitRate, Bytes, PositiveSeconds, PositiveShare, Seconds, Share
+from hcsim.units import BitRate, Bytes, PositiveBytes, PositiveSeconds, PositiveShare, Seconds, Share
 
 
 class Ethernet(Table, frozen=True, tag_field="kind", tag="ethernet"):
@@ -26,6 +26,9 @@ class Ethernet(Table, frozen=True, tag_field="kind", tag="ethernet"):
     loss: Share = Share(0)
     """Probability per packet."""
     mtu: Mtu = 1500
+    queue_bytes: PositiveBytes | None = None
+    """The buffer of each port of the switch. Connections that fill it lose packets and share the port unequally; None:
+    they share it equally, and lose nothing."""
     basis: Basis | None = None
     """Where its figures come from, if the file says so."""
 

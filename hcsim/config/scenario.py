@@ -82,6 +82,12 @@ class Tcp(Table, frozen=True):
     header_bytes: Bytes = Bytes(52)
     framing_bytes: Bytes = Bytes(38)
     send_buffer_bytes: PositiveBytes = PositiveBytes(4 << 20)
+    autotune: bool = False
+    """Whether send buffers grow with what a connection has in flight, as systems do it, up to `send_buffer`."""
+    piggyback: bool = False
+    """Whether acknowledgements ride on the data of a connection that sends both ways, and take no share then."""
+    congestion: Literal["cubic", "bbr"] = "cubic"
+    """How connections share a port that has a `queue`."""
     tls: bool = True
     """Whether connections are encrypted. That only costs time, and only where a machine's `messages` say how much."""
 

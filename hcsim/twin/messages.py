@@ -39,6 +39,7 @@ from hcsim.real.hardware import installed_versions, system_name
 from hcsim.real.keys import new_secret
 from hcsim.real.sockets import free_ports
 from hcsim.real.tls import ClusterTls
+from hcsim.twin.timing import rounded, summary
 from hcsim.units import ByteRate, Seconds
 from hcsim.workers import ONE_THREAD
 
@@ -69,7 +70,7 @@ class Part(msgspec.Struct, frozen=True):
     """What one of the two processes has to know."""
 
     rank: int
-    ports: tuple[int, ...]
+    peers: tuple[str, ...]
     secret: bytes | None
     """Of the TLS between the two; None for plain connections."""
     rounds: int
@@ -84,10 +85,24 @@ class Times(msgspec.Struct, frozen=True):
         return statistics.median(self.of[TURNS.index(turn)])
 
 
-def measure_messages(basis: Callable[[float], Basis] | None = None, rounds: int = ROUNDS) -> MessageCosts:
-    """Measure for about five seconds. `basis` makes the provenance from the spread."""
-    plain = _measured(None, rounds)
-    tls = _measured(new_secret().data, rounds)
+class Place(msgspec.Struct, frozen=True):
+    """Where one of the two processes runs: its address, and what its command begins with."""
+
+    address: str = "127.0.0.1"
+    prefix: tuple[str, ...] = ()
+
+
+HERE = (Place(), Place())
+
+
+def measure_messages(
+    basis: Callable[[float], Basis] | None = None, rounds: int = ROUNDS, places: Sequence[Place] = HERE
+) -> MessageCosts:
+    """Measure for about five seconds. `basis` makes the provenance from the spread.
+
+    The two places may be network namespaces of this machine, whose network costs more than the loopback interface."""
+    plain = _measured(None, rounds, places)
+    tls = _measured(new_secret().data, rounds, places)
     return costs_of(plain, tls, basis or _measured_now)
 
 
@@ -103,16 +118,16 @@ def costs_of(plain: Sequence[Times], tls: Sequence[Times], basis: Callable[[floa
     sender, receiver = (side.median(Turn("stream", _SMALL)) for side in plain)
     share = sender / (sender + receiver)
     rates = [_rate_Bps(side) for side in plain]
-    spreads = [_spread(side.of[number]) for side in plain for number in (0, len(TURNS) - 1)]
+    spreads = [summary(list(side.of[number])).spread for side in plain for number in (0, len(TURNS) - 1)]
     return MessageCosts(
-        send_s=Seconds(_rounded(pair_s * share)),
-        receive_s=Seconds(_rounded(pair_s * (1 - share))),
-        operation_s=Seconds(_rounded(max(once - pair_s, 0.0))),
-        send_rate_Bps=ByteRate(_rounded(rates[0])),
-        receive_rate_Bps=ByteRate(_rounded(rates[1])),
-        tls_send_rate_Bps=ByteRate(_rounded(_added(rates[0], _rate_Bps(tls[0])))),
-        tls_receive_rate_Bps=ByteRate(_rounded(_added(rates[1], _rate_Bps(tls[1])))),
-        basis=basis(round(max(spreads), 2)),
+        send_s=Seconds(rounded(pair_s * share)),
+        receive_s=Seconds(rounded(pair_s * (1 - share))),
+        operation_s=Seconds(rounded(max(once - pair_s, 0.0))),
+        send_rate_Bps=ByteRate(rounded(rates[0])),
+        receive_rate_Bps=ByteRate(rounded(rates[1])),
+        tls_send_rate_Bps=ByteRate(rounded(_added(rates[0], _rate_Bps(tls[0])))),
+        tls_receive_rate_Bps=ByteRate(rounded(_added(rates[1], _rate_Bps(tls[1])))),
+        basis=basis(max(spreads)),
     )
 
 
@@ -133,21 +148,11 @@ def _added(plain_Bps: float, tls_Bps: float) -> float:
     return 1.0 / more_s if more_s > 1e-15 else float("inf")
 
 
-def _spread(samples: Sequence[float]) -> float:
-    tenths = statistics.quantiles(samples, n=10, method="inclusive")
-    return (tenths[-1] - tenths[0]) / 2 / statistics.median(samples)
-
-
-def _rounded(value: float) -> float:
-    """Return the value with four digits: more say nothing."""
-    return float(f"{value:.4g}")
-
-
-def _measured(secret: bytes | None, rounds: int) -> list[Times]:
+def _measured(secret: bytes | None, rounds: int, places: Sequence[Place]) -> list[Times]:
     """Start both processes; return the times of each."""
-    ports = tuple(free_ports(2))
-    parts = [msgspec.json.encode(Part(rank, ports, secret, rounds)) for rank in range(2)]
-    with _started(len(parts)) as processes:
+    peers = tuple(f"{place.address}:{port}" for place, port in zip(places, free_ports(2), strict=True))
+    parts = [msgspec.json.encode(Part(rank, peers, secret, rounds)) for rank in range(2)]
+    with _started(places) as processes:
         for process, part in zip(processes, parts, strict=True):
             assert process.stdin is not None
             process.stdin.write(part)
@@ -165,14 +170,14 @@ def _measured(secret: bytes | None, rounds: int) -> list[Times]:
 
 
 @contextmanager
-def _started(count: int) -> Iterator[list[subprocess.Popen[bytes]]]:
+def _started(places: Sequence[Place]) -> Iterator[list[subprocess.Popen[bytes]]]:
     environment = {**os.environ, **ONE_THREAD}
-    command = [sys.executable, "-m", __spec__.name]
+    commands = [[*place.prefix, sys.executable, "-m", __spec__.name] for place in places]
     pipe = subprocess.PIPE
     processes: list[subprocess.Popen[bytes]] = []
     try:
         processes.extend(
-            subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, env=environment) for _ in range(count)
+            subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, env=environment) for command in commands
         )
         yield processes
     finally:
@@ -184,11 +189,10 @@ def _started(count: int) -> Iterator[list[subprocess.Popen[bytes]]]:
 
 async def take_part(part: Part) -> Times:
     """Be one of the two ranks."""
-    peers = [f"127.0.0.1:{port}" for port in part.ports]
     tls = None
     if part.secret is not None:
         tls = ClusterTls(NodeKey(os.urandom(SEED_BYTES)), ClusterSecret(part.secret))
-    async with real_group(part.rank, peers, tls=tls, insecure=tls is None, shared_memory=False) as group:
+    async with real_group(part.rank, part.peers, tls=tls, insecure=tls is None, shared_memory=False) as group:
         values: Mapping[Turn, np.ndarray] = {turn: np.zeros(turn.size_bytes // 4, np.float32) for turn in TURNS}
         times: list[list[float]] = [[] for _ in TURNS]
         for number in range(part.rounds + 1):

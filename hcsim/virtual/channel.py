@@ -101,7 +101,7 @@ class VirtualChannel:
 
     __slots__ = (
         "_coming", "_deliver", "_departure", "_end", "_ends", "_far", "_host", "_in", "_inbox", "_largest_whole_bytes",
-        "_loop", "_max_frame_bytes", "_out", "_peer", "_processor", "_pump", "_reader", "_send_buffer_bytes", "_trace",
+        "_loop", "_max_frame_bytes", "_out", "_peer", "_processor", "_pump", "_reader", "_trace",
         "_unheard_since_ns", "_writers", "called",
     )  # fmt: skip
     carrier = "the simulated network"
@@ -115,7 +115,6 @@ class VirtualChannel:
         self._host = host
         self._loop = host.loop
         self._trace = host.net.trace
-        self._send_buffer_bytes = host.net.tcp.send_buffer_bytes
         self._processor = host.processor
         self._largest_whole_bytes = 0
         self._peer = peer
@@ -184,7 +183,7 @@ class VirtualChannel:
         if payload.nbytes != header.length:
             raise UsageError(f"the header announces {header.length} bytes, the payload has {payload.nbytes}")
         out = self._out
-        if out.queued_bytes >= self._send_buffer_bytes or self._writers or self._departure is not None:
+        if out.queued_bytes >= out.send_buffer_bytes or self._writers or self._departure is not None:
             await self._wait_for_room()
         if self._end is not None:
             raise self._again(self._end)
@@ -279,8 +278,9 @@ class VirtualChannel:
         straight = far._arrived if far._processor is None else far._handle
         if through is None:
             self._deliver = straight
-            handled = self._processor is not None or far._processor is not None
-            self._largest_whole_bytes = SMALLEST_PIECE_BYTES if handled else self._host.net.tcp.largest_whole_bytes
+            tcp = self._host.net.tcp
+            in_pieces = tcp.autotune or self._processor is not None or far._processor is not None
+            self._largest_whole_bytes = SMALLEST_PIECE_BYTES if in_pieces else tcp.largest_whole_bytes
         else:
             self._deliver = lambda header, payload: through(self, straight, (header, payload))
             self._largest_whole_bytes = sys.maxsize  # what is to be changed is changed whole
@@ -597,7 +597,7 @@ class VirtualChannel:
             self._departure.left()
         elif not self._writers:
             self._out.on_room = None
-        elif self._out.queued_bytes < self._send_buffer_bytes and not self._writers[0].done():
+        elif self._out.queued_bytes < self._out.send_buffer_bytes and not self._writers[0].done():
             self._writers[0].set_result(None)
 
 

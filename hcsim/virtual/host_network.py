@@ -73,6 +73,7 @@ class HostNetwork:
         ends = f"{caller.name}%{back.interface}", f"{callee.name}%{there.interface}"
         outgoing = self._stream(f"{caller.name}→{callee.name}#{number}", there, back)
         incoming = self._stream(f"{callee.name}→{caller.name}#{number}", back, there)
+        outgoing.reverse, incoming.reverse = incoming, outgoing
         called = callee.name, port
         near = VirtualChannel(caller, callee.name, outgoing, ends, called)
         far = VirtualChannel(callee, caller.name, incoming, ends[::-1], called)

@@ -51,6 +51,8 @@ class Hop:
     """The station's weight where stations share air; None for a wire, which does not influence the sharing."""
     queue: tuple[Resource, float] | None = None
     """A resource whose full buffer delays everything behind it, and the size of that buffer in bytes."""
+    port: tuple[Resource, float] | None = None
+    """The port of a switch that drops packets when its queue is full, and the size of that queue in bytes."""
 
 
 @dataclass(frozen=True)
@@ -114,6 +116,11 @@ class Path:
         any
         other station; the faster one gets what it needs to keep up."""
         return min((hop.weight for hop in self.hops if hop.weight is not None), default=1.0)
+
+    @property
+    def ports(self) -> tuple[tuple[Resource, float], ...]:
+        """The ports on the way that have queues."""
+        return tuple(hop.port for hop in self.hops if hop.port is not None)
 
     @property
     def uses(self) -> tuple[tuple[Resource, float], ...]:
@@ -211,7 +218,8 @@ class ResourceGraph:
             rate = goodput_bytes_ps(rate_bps, medium.mtu, self.scenario.tcp)
             # The wire's latency belongs to the medium; each end carries half of it.
             uses = ((self.resource(_name(node.name, medium.name, way), rate), 1.0),) if rate < inf else ()
-            return Hop(uses, latency / 2, medium.jitter_s / 2, half(loss), medium.mtu, rate)
+            port = (uses[0][0], float(medium.queue_bytes)) if uses and way == "in" and medium.queue_bytes else None
+            return Hop(uses, latency / 2, medium.jitter_s / 2, half(loss), medium.mtu, rate, port=port)
 
         return _Port(medium, hop("out", link.up_bps or usual_bps), hop("in", link.down_bps or usual_bps))
 

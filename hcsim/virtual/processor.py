@@ -29,8 +29,7 @@ from hcsim.config import MessageCosts
 from hcsim.runtime.frame import Header, Kind
 from hcsim.virtual.environment import NS, Environment
 
-SMALLEST_PIECE_BYTES = 64 * 1024
-"""As Linux hands segments over to a network card."""
+SMALLEST_PIECE_BYTES = 16 * 1024
 MOST_PIECES = 32
 _REMEMBERED_OPERATIONS = 256
 

@@ -167,7 +167,7 @@ class SegmentedSend:
 
 
 class HandledSend(SegmentedSend):
-    """The send of a frame whose pieces a processor handles, at this end or at the other.
+    """The send of a frame whose pieces a processor handles, at this end or at the other, or whose send buffer grows.
 
     A piece is handled here while those before it leave, as long as the send buffer has room."""
 
@@ -184,7 +184,7 @@ class HandledSend(SegmentedSend):
 
     def go_on(self) -> None:
         """Handle the next piece, unless one is being handled or the send buffer is full."""
-        if self._is_over or self._is_handling or self._out.queued_bytes >= self._tcp.send_buffer_bytes:
+        if self._is_over or self._is_handling or self._out.queued_bytes >= self._out.send_buffer_bytes:
             return
         self._is_handling = True
         header = self._frame.header

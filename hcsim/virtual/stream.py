@@ -1,6 +1,7 @@
 """A stream: one direction of a connection, as TCP would carry it.
 
-While it has something to send it is one flow; its rate is its share of the network, bounded by
+While it has something to send it is one flow; its rate is its share of the network (see `port_queue.py` for ports with
+queues), bounded by
 
     rate ≤ min(window, congestion window)/RTT, and ≤ what the loss model and the two hosts allow
 
@@ -30,12 +31,16 @@ from hcsim.telemetry.trace import Event
 from hcsim.virtual.environment import NS
 from hcsim.virtual.links import Path, merged
 from hcsim.virtual.network import FluidNetwork, Gate
-from hcsim.virtual.rate_allocator import Flow
+from hcsim.virtual.port_queue import PortQueues
+from hcsim.virtual.rate_allocator import Flow, Resource
 
 NEVER_NS = 1 << 63
 """A time later than any event."""
 RTO_S = 0.2
 """The minimum retransmission timeout of TCP, which a loss in the last packets of a message costs."""
+SLOW_START_DELAY_S = 4e-3
+"""The queueing delay at which CUBIC ends its slow start (HyStart), so that a connection has so much more in flight than
+the path holds."""
 TAIL_PACKETS = 3
 """A loss among this many last packets gets no three duplicate ACKs, so only the timeout detects it."""
 
@@ -183,6 +188,8 @@ class VirtualStream:
         "_mss",
         "_net",
         "_not_before_ns",
+        "_paths",
+        "_ports",
         "_rate",
         "_remaining",
         "_rtt_s",
@@ -201,6 +208,8 @@ class VirtualStream:
         "outstanding",
         "queue",
         "queued_bytes",
+        "reverse",
+        "send_buffer_bytes",
     )  # fmt: skip
 
     def __init__(self, net: FluidNetwork, name: str, there: Path, back: Path) -> None:
@@ -232,10 +241,18 @@ class VirtualStream:
         self.gates: tuple[Gate, ...] = ()
         self.interfaces = (there.medium, there.arrives_by)
         """The media at the sender and at the receiver, which are fixed for a connection."""
+        self.reverse: VirtualStream | None = None
+        """The other direction of the connection."""
         self._mss = there.mtu - tcp.header_bytes
         self._retime(there, back)
-        uses = merged((there.uses, 1.0), (back.uses, tcp.ack_share))
+        self._paths = there, back
+        self._ports = PortQueues(net, name, there, self._mss) if there.ports else None
+        uses = self._uses()
         self.flow = Flow(self.number, uses, there.weight, inf) if uses else None
+        self.send_buffer_bytes: int = tcp.send_buffer_bytes
+        """How much a sender may have in the queue when it adds a message."""
+        if tcp.autotune and self.flow is not None:
+            self.send_buffer_bytes = min(2 * tcp.initial_window_segments * self._mss, tcp.send_buffer_bytes)
         self._congestion = (
             CongestionWindow(tcp.initial_window_segments * self._mss, tcp.window_bytes) if tcp.slow_start else None
         )
@@ -353,23 +370,53 @@ class VirtualStream:
             self._delays.follow(there)
         elif Delays.on(there):
             self._delays = Delays(self._net, self.name, there, self._mss)
-        uses = merged((there.uses, 1.0), (back.uses, self._net.tcp.ack_share))
+        self._paths = there, back
+        if self._ports is not None:
+            self._ports.follow(there)
+        elif there.ports:
+            self._ports = PortQueues(self._net, self.name, there, self._mss)
+        uses = self._uses()
         if self.flow is None:
             if uses:
                 self.flow = Flow(self.number, uses, there.weight, self._bound())
         elif uses != self.flow.uses or there.weight != self.flow.weight:
-            sending = self.flow.wanted
-            if sending:
-                self._pause()
-            self._net.sharing.forget(self.flow)
-            self.flow = Flow(self.number, uses, there.weight, self._bound()) if uses else None
-            if self.flow is None:  # nothing holds it back any more
-                self._remaining = 0.0
-                self._begin()
-            elif sending:
-                self._net.start(self)
+            self._replace_flow(uses, there.weight)
         else:
             self._net.bound(self.flow, self._bound())
+
+    def _uses(self) -> tuple[tuple[Resource, float], ...]:
+        """Return what a byte takes of each resource, on its way and by its acknowledgement."""
+        there, back = self._paths
+        tcp, reverse = self._net.tcp, self.reverse
+        rides = tcp.piggyback and reverse is not None and bool(reverse.queue)
+        return merged((there.uses, 1.0), (back.uses, 0.0 if rides else tcp.ack_share))
+
+    def _replace_flow(self, uses: tuple[tuple[Resource, float], ...], weight: float) -> None:
+        """Go on as another flow."""
+        assert self.flow is not None
+        sending = self.flow.wanted
+        if sending:
+            self._pause()
+        self._net.sharing.forget(self.flow)
+        self.flow = Flow(self.number, uses, weight, self._bound()) if uses else None
+        if self.flow is None:  # nothing holds it back any more
+            self._remaining = 0.0
+            self._begin()
+        elif sending:
+            self._net.start(self)
+
+    def _renew_flow(self) -> None:
+        """Take another weight where the stream has to share a port with a queue, and see where acknowledgements go."""
+        assert self.flow is not None
+        weight = self._paths[0].weight if self._ports is None else self._ports.weight()
+        uses = self._uses()
+        if uses != self.flow.uses or weight != self.flow.weight:
+            self._replace_flow(uses, weight)
+        reverse = self.reverse
+        if self._net.tcp.piggyback and reverse is not None and reverse.flow is not None and reverse.queue:
+            uses = reverse._uses()
+            if uses != reverse.flow.uses:
+                reverse._replace_flow(uses, reverse.flow.weight)
 
     # The life of the message at the head of the queue.
 
@@ -389,6 +436,8 @@ class VirtualStream:
             return
         if self._congestion is not None and self._net.tcp.restart_after_idle:
             self._restart_if_idle(self._congestion)
+        if self._ports is not None or self._net.tcp.piggyback:
+            self._renew_flow()
         self._next(self._env.now_ns)
         for gate in self.gates:
             gate.watch()
@@ -430,6 +479,8 @@ class VirtualStream:
         self._advance(now_ns)
         self._rate = rate
         self._due += 1
+        if self._net.tcp.autotune:
+            self._grow_buffer(rate)
         if rate > 0.0:
             if self._at_half is not None:
                 self._set_half_time(now_ns)
@@ -438,6 +489,14 @@ class VirtualStream:
             if congestion is not None and congestion.is_opening and not congestion.ticking:
                 congestion.ticking = True
                 env.call_at(now_ns + round(self._rtt_s * NS), self._tick, congestion)
+
+    def _grow_buffer(self, rate: float) -> None:
+        """Have room for twice of what is in flight at this rate. What a buffer has grown, it keeps."""
+        twice_bytes = 2.0 * rate * (self._rtt_s + SLOW_START_DELAY_S)
+        if twice_bytes > self.send_buffer_bytes:
+            self.send_buffer_bytes = round(min(twice_bytes, self._net.tcp.send_buffer_bytes))
+            if self.on_room is not None:
+                self.on_room()
 
     def _set_half_time(self, now_ns: int) -> None:
         """Reschedule the time when half of the message has left."""
@@ -482,6 +541,12 @@ class VirtualStream:
             exposed = message.size_bytes if message.exposed_bytes is None else message.exposed_bytes
             if exposed:
                 arrival += round(self._delays.draw_s(exposed, self._rtt_s, self.flow) * NS)
+        if self._ports is not None:
+            if self._delays is None:
+                self._burst += message.size_bytes
+            exposed = message.size_bytes if message.exposed_bytes is None else message.exposed_bytes
+            if exposed:
+                arrival += round(self._ports.draw_s(exposed, self._rtt_s, self.flow) * NS)
         if arrival < self._arrival_ns:
             arrival = self._arrival_ns
         self._arrival_ns = arrival

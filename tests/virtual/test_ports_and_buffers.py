@@ -1,0 +1,179 @@
+"""What real TCP does at ports with queues, with its send buffers, and with its acknowledgements."""
+
+from __future__ import annotations
+
+import asyncio
+from statistics import median
+
+import pytest
+from msgspec.structs import replace
+
+from hcsim import Group, simulate
+from hcsim.config import Ethernet, Scenario, parse_scenario, write_scenario
+from hcsim.errors import ConfigError
+from hcsim.runtime.channel import Phantom
+from hcsim.runtime.frame import HEADER_BYTES, Header
+from hcsim.units import PositiveBytes
+from hcsim.virtual.world import World
+from tests.switches import on_switch
+from tests.virtual.faults.arena import connected, until
+
+START_S = 1.0
+MIB = 2**20
+RATE = 125e6 / 10
+PLAIN = "slow_start = false, headers = false"
+
+
+def home(names: str, *, queue: int | None = None, seed: int = 1, tcp: str = PLAIN) -> Scenario:
+    scenario = on_switch(names, rate="100 Mb/s", effects="all", tcp=tcp)
+    [switch] = scenario.media
+    assert isinstance(switch, Ethernet)
+    queued = replace(switch, queue_bytes=None if queue is None else PositiveBytes(queue))
+    return replace(scenario, media=(queued,), seed=seed)
+
+
+def into_one(scenario: Scenario, size: int) -> list[float]:
+    """When messages of this size have arrived that all others send at once to the first host."""
+    world = World(scenario)
+    target, *sources = (host.name for host in world.hosts)
+
+    async def main() -> list[float]:
+        ends = [await connected(world, source, target) for source in sources]
+        await until(START_S)
+
+        async def pass_on(source: str, number: int) -> float:
+            near, far = ends[number]
+            sending = world.host(source).spawn(near.send(Header(size), Phantom(size)), name="sender")
+            await world.host(target).spawn(far.recv(lambda _: None), name="receiver")
+            await sending
+            return world.loop.time() - START_S
+
+        return list(await asyncio.gather(*(pass_on(source, number) for number, source in enumerate(sources))))
+
+    return world.run(main())
+
+
+@pytest.mark.parametrize("congestion", ["cubic", "bbr"])
+@pytest.mark.parametrize("queue", [128 * 1024, 512 * 1024, 4 * MIB])
+def test_connections_that_fill_a_port_share_it_unequally_and_lose_no_throughput(queue: int, congestion: str) -> None:
+    tcp = f'{PLAIN}, ack_share = 0, congestion = "{congestion}"'
+    fair_s = into_one(home("abcd", tcp=tcp), 4 * MIB)
+    whole_s = 3 * (4 * MIB + HEADER_BYTES) / RATE
+    assert fair_s == pytest.approx([whole_s] * 3, rel=1e-3)
+    for seed in range(5):
+        found_s = into_one(home("abcd", queue=queue, seed=seed, tcp=tcp), 4 * MIB)
+        full_queue_s = queue / RATE
+        assert whole_s - 1e-6 <= max(found_s) <= whole_s + 2 * full_queue_s + 1e-3
+        assert min(found_s) < 0.998 * whole_s
+        assert max(found_s) > 0.99 * whole_s
+
+
+def test_the_shares_at_a_port_differ_by_seed_and_are_the_same_for_the_same_seed() -> None:
+    found = [tuple(into_one(home("abc", queue=128 * 1024, seed=seed), 2 * MIB)) for seed in (1, 1, 2, 3)]
+    assert found[0] == found[1]
+    assert len(set(found)) == 3
+
+
+def test_one_connection_alone_loses_nothing_at_a_port() -> None:
+    queued, free = (into_one(home("ab", queue=queue), 8 * MIB) for queue in (4096, None))
+    assert queued == pytest.approx(free, rel=1e-9)
+
+
+def test_messages_that_fit_the_queue_together_lose_nothing() -> None:
+    """What is lost delays a message by a round trip through the full queue at least."""
+    size, queue = 60_000, 10 * MIB
+    for seed in range(5):
+        assert max(into_one(home("abcd", queue=queue, seed=seed), size)) < 3 * (size + 1000) / RATE + 2e-3
+
+
+def test_a_small_queue_delays_messages_by_losses() -> None:
+    queue = 64 * 1024
+    late_s = [
+        max(into_one(home("abcd", queue=queue, seed=seed), 2 * MIB)) - 3 * (2 * MIB + HEADER_BYTES) / RATE
+        for seed in range(40)
+    ]
+    full_s = queue / RATE
+    assert sum(late > 0.9 * full_s for late in late_s) >= 4
+    assert median(late_s) < full_s
+
+
+@pytest.mark.parametrize(("autotune", "turns"), [("false", 5), ("true", 4)])
+def test_a_small_send_buffer_serves_one_peer_after_the_other(autotune: str, turns: int) -> None:
+    """A tree of four, with an inner rank on one side. With large buffers the root sends to both of its children at
+    once, so that one of them begins to pass on after two turns; with real ones it begins after one."""
+    size = MIB
+    tcp = f"ack_share = 0, headers = false, autotune = {autotune}"
+
+    async def program(group: Group) -> float:
+        for _ in range(2):  # the first one opens connections and buffers
+            began_s = group.host.clock.now()
+            await group.all_reduce(Phantom(size), algorithm="tree")
+        return group.host.clock.now() - began_s
+
+    took_s = max(simulate(home("abcd", tcp=tcp), program).values())
+    assert took_s == pytest.approx(turns * size / RATE, rel=0.05)
+
+
+def test_a_send_buffer_grows_to_its_limit_and_no_further() -> None:
+    world = World(home("ab", tcp="autotune = true, send_buffer = '64 KiB'"))
+
+    async def main() -> tuple[int, int]:
+        near, far = await connected(world)
+        out = near.streams[0]
+        before = out.send_buffer_bytes
+        receiving = world.host("b").spawn(far.recv(lambda _: None), name="receiver")
+        await world.host("a").spawn(near.send(Header(4 * MIB), Phantom(4 * MIB)), name="sender")
+        await receiving
+        return before, out.send_buffer_bytes
+
+    before, after = world.run(main())
+    assert before < after == 64 * 1024
+
+
+@pytest.mark.parametrize(("piggyback", "share"), [("false", 0.05), ("true", 0.0)])
+def test_acknowledgements_ride_on_data_that_go_the_same_way(piggyback: str, share: float) -> None:
+    size = 8 * MIB
+    world = World(home("ab", tcp=f"{PLAIN}, ack_share = 0.05, piggyback = {piggyback}"))
+
+    async def main() -> list[float]:
+        ends = await connected(world)
+        await until(START_S)
+
+        async def send(number: int) -> None:
+            end = ends[number]
+            sending = end.host.spawn(end.send(Header(size), Phantom(size)), name="sender")
+            await ends[1 - number].host.spawn(ends[1 - number].recv(lambda _: None), name="receiver")
+            await sending
+
+        await asyncio.gather(send(0), send(1))
+        both_s = world.loop.time() - START_S
+        began_s = world.loop.time()
+        await send(0)
+        return [both_s, world.loop.time() - began_s]
+
+    both_s, alone_s = world.run(main())
+    assert both_s == pytest.approx((1 + share) * size / RATE, rel=2e-3)
+    assert alone_s == pytest.approx(size / RATE, rel=2e-3)
+
+
+async def _all_reduces(group: Group) -> None:
+    for size in (1000, 300_000, 3_000_000):
+        for algorithm in ("ring", "centralized"):
+            await group.all_reduce(Phantom(size), algorithm=algorithm)
+
+
+def test_the_same_seed_gives_the_same_trace_with_all_of_it() -> None:
+    def digest(seed: int) -> str:
+        scenario = home("abcd", queue=128 * 1024, seed=seed, tcp="autotune = true, piggyback = true")
+        return simulate(scenario, _all_reduces).trace_sha256
+
+    assert digest(1) == digest(1) != digest(2)
+
+
+def test_a_queue_survives_being_written_to_a_file_and_must_not_be_empty() -> None:
+    scenario = home("ab", queue=131072)
+    [switch] = parse_scenario(write_scenario(scenario), "again").media
+    assert isinstance(switch, Ethernet)
+    assert switch.queue_bytes == 131072
+    with pytest.raises(ConfigError, match=r"medium\[0\]\.queue"):
+        parse_scenario('name = "x"\n[[medium]]\nkind = "ethernet"\nname = "s"\nrate = "1 Gb/s"\nqueue = "0 B"', "x")

@@ -174,7 +174,7 @@ def _switch(
         links[names[rank]] = (*links[names[rank]], link)
     fastest = max(rate for both in rates.values() for rate in both)
     return Ethernet(
-        _NAMES[Ethernet], fastest, home, Seconds(delay.latency_s), Seconds(delay.jitter_s), Share(0), _MTU, basis
+        _NAMES[Ethernet], fastest, home, Seconds(delay.latency_s), Seconds(delay.jitter_s), mtu=_MTU, basis=basis
     )
 
 

@@ -43,7 +43,7 @@ timeout = "{timeout} s"
 """
 BY_KERNELS = '{ name = "slow", peak = "1 TFLOPS", memory = "100 GB/s", overhead = "30 ms" }'
 """Whose steps take the same time at any clock rate."""
-BY_ARITHMETIC = '{ name = "slow", peak = "1 MFLOPS", memory = "100 GB/s", overhead = "1 ms" }'
+BY_ARITHMETIC = '{ name = "slow", peak = "1 MFLOPS", memory = "100 GB/s", overhead = "1 ms", efficiency_compute = 0.8 }'
 QUICK = (
     "slow cable",
     "stuck device",

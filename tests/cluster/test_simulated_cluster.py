@@ -159,7 +159,7 @@ def test_after_all_have_left_training_goes_on_when_they_are_started_again():
 def test_a_sole_member_goes_on_from_its_checkpoint_when_it_is_started_anew():
     told: list[str] = []
     mac = load_scenario("four-macs-1gbe").nodes[0].machine
-    scenario = home(Restart(Seconds(0.03), "a"), steps=200)
+    scenario = home(Restart(Seconds(0.12), "a"), steps=200)
     scenario = replace(
         scenario,
         nodes=(replace(scenario.nodes[0], machine=mac),),

@@ -12,7 +12,7 @@ and loss.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from math import asinh, exp
 from statistics import NormalDist
 from typing import Literal, TypeAlias, TypeVar
@@ -22,8 +22,9 @@ from msgspec.structs import replace
 
 from hcsim import rng
 from hcsim.config import AnyMedium, Basis, Machine, Node, Scenario, Thunderbolt
+from hcsim.config.machine import KernelEfficiency
 from hcsim.config.table import Table
-from hcsim.units import Quantity
+from hcsim.units import PositiveShare, Quantity, Seconds
 from hcsim.virtual.hardware import machine_of
 
 BasisKind: TypeAlias = Literal["measured", "published", "estimated"]
@@ -70,12 +71,20 @@ def _basis_of(table: Table) -> Basis:
 
 
 def _machine(machine: Machine, factor: Factor) -> Machine:
-    name = machine.name
-    messages = machine.messages
-    slower = _slower(machine, factor(f"speed {name}", machine.basis), leaving=("step_s",))
+    """The peaks are those of a data sheet: how fast the machine is follows from its efficiencies. Those that were found
+    together have one factor."""
+    name, messages = machine.name, machine.messages
+    slower = factor(f"speed {name}", machine.basis)
+
+    def of_kind(each: KernelEfficiency) -> KernelEfficiency:
+        apart = each.basis != machine.basis
+        return _less(each, factor(f"speed {name} {each.kind}", each.basis) if apart else slower, "share")
+
     return replace(
-        slower,
-        step_s=type(machine.step_s)(machine.step_s * factor(f"step {name}", machine.step_basis)),
+        _less(machine, slower, "efficiency_compute", "efficiency_memory"),
+        overhead_s=Seconds(machine.overhead_s * slower),
+        efficiencies=tuple(map(of_kind, machine.efficiencies)),
+        step_s=Seconds(machine.step_s * factor(f"step {name}", machine.step_basis)),
         kernels=tuple(
             _slower(curve, factor(f"kernel {name} {curve.kind} {curve.dtype}", curve.basis))
             for curve in machine.kernels
@@ -87,6 +96,11 @@ def _machine(machine: Machine, factor: Factor) -> Machine:
     )
 
 
+def _less(table: TableT, factor: float, *names: str) -> TableT:
+    """Return the table with these shares divided by the factor."""
+    return replace(table, **{name: PositiveShare(getattr(table, name) / factor) for name in names})
+
+
 def _medium(medium: AnyMedium, slower: float, factor: Factor) -> AnyMedium:
     if isinstance(medium, Thunderbolt):
         cables = tuple(
@@ -96,12 +110,12 @@ def _medium(medium: AnyMedium, slower: float, factor: Factor) -> AnyMedium:
     return _slower(medium, slower)
 
 
-def _slower(table: TableT, factor: float, leaving: Sequence[str] = ()) -> TableT:
+def _slower(table: TableT, factor: float) -> TableT:
     """Return the table with its times multiplied and its rates divided by the factor."""
     changed: dict[str, object] = {}
     for field in msgspec.structs.fields(table):
         name, value = field.name, getattr(table, field.name)
-        if name.startswith(_NOT_A_SPEED) or name in leaving:
+        if name.startswith(_NOT_A_SPEED):
             continue
         if name in ("points", "encode", "decode"):
             changed[name] = tuple((size, seconds * factor) for size, seconds in value)

@@ -109,10 +109,10 @@ def test_the_factors_of_a_figure_have_its_spread_and_depend_on_its_name_alone() 
     few, more = (variants(home(0.2, link), 16) for link in (0.0, 0.3))
 
     def speeds(scenarios: list[Scenario]) -> list[float]:
-        return sorted(1 / figures.nodes[0].machine.peak_flops for figures in scenarios)  # type: ignore[union-attr]
+        return sorted(1 / each.nodes[0].machine.efficiency_compute for each in scenarios)  # type: ignore[union-attr]
 
     assert speeds(few) == speeds(more)
-    middle = 1 / 20e9
+    [middle] = {1 / machine.efficiency_compute for machine in home().machines}
     tenth, ninth = speeds(few)[1], speeds(few)[-2]
     assert (ninth - tenth) / 2 / middle == pytest.approx(0.2, rel=0.1)
 
@@ -143,7 +143,7 @@ def test_every_figure_of_a_machine_has_a_name_of_its_own() -> None:
     twice = rescaled(full, lambda name, basis: 2.0).nodes[0].machine
     assert not isinstance(twice, str)
     assert (twice.kernels[0].points, twice.codecs[0].decode) == (((1.0, 2e-6),), ((1.0, 2e-6),))
-    assert (twice.step_s, twice.peak_flops) == (2e-3, 10e9)
+    assert (twice.step_s, twice.efficiency_compute) == (2e-3, machine.efficiency_compute / 2)
     assert twice.messages is not None
     assert twice.messages.send_s == 2e-4
 

@@ -114,13 +114,14 @@ async def train_as_member(
     tell: Callable[[str], None] = lambda what: None,
     leaving: asyncio.Event | None = None,
     what: Task | None = None,
-    began: Callable[[View, int], None] = lambda view, step: None,
+    began: Callable[[View, int, int], None] = lambda view, rank, step: None,
     durable: bool = True,
     meeting: MeetingHandler | None = None,
 ) -> Report:
     """Find the others, train with them until the end or until `leaving` is set, and leave in order.
 
-    `began` is called with each view whose members have synchronised, and the number of steps taken by then.
+    `began` is called with each view whose members have synchronised, our rank in it, and the number of steps taken
+    by then.
     `meeting` serves requests to measure the links of this host with other members.
 
     If the host's store is `durable`, checkpoints are kept there, and training resumes from an existing one."""
@@ -133,7 +134,7 @@ async def train_as_member(
     inside = host if credentials is None else admitted(host, credentials, say)
 
     def in_view(view: View, step: int) -> None:
-        began(view, step)
+        began(view, view.rank(node.us) or 0, step)
         anew = ", as no member has a checkpoint" if durable and view.epoch > 1 else ""
         say(f"view {view.epoch}: {f'training goes on after step {step}' if step else f'training begins{anew}'}")
 

@@ -27,7 +27,7 @@ import msgspec
 from hcsim.cli import screen
 from hcsim.cli.recording import RecordingFiles, recording, show_run
 from hcsim.cli.training import ConsoleReporter, check, check_for_real, fastest_device, tell_outcome
-from hcsim.cli.twin import ChosenTwin, MeasuredRun, compare
+from hcsim.cli.twin import ChosenTwin, MeasuredRun, as_copies, compare
 from hcsim.cluster.view import View
 from hcsim.config import Cluster, Scenario, Training, write_job
 from hcsim.errors import ConfigError
@@ -146,9 +146,9 @@ def train_for_real(node: RealNode, plan: ClusterJob, outputs: Outputs, others: R
         report = asyncio.run(_shown(session.run(others, attended=attended), node, cluster, outputs))
     screen.training_report(settings, f"this node was rank {report.rank} at the end, for real", [report])
     if outputs.twin is not None:
-        names, points = session.longest_view(report.points)
-        us = names.index(node.name or host_name())
-        compare(outputs.twin, MeasuredRun(settings, plan.seed, plan.wire, names, us, node.device, points, True))
+        names, rank, points = session.longest_view(report.points)
+        run = MeasuredRun(settings, plan.seed, plan.wire, names, rank, node.device, points, forms_cluster=True)
+        compare(outputs.twin, run)
     return True
 
 
@@ -218,19 +218,22 @@ class _Session:
         self._progress = progress
         self._onlooker = MemberReporter(progress, save, only_first=False)
         self._leaving = asyncio.Event()
-        self._views: list[tuple[tuple[str, ...], int]] = []
-        """The names of the members of each view, and the steps taken before it."""
+        self._views: list[tuple[tuple[str, ...], int, int]] = []
+        """The names of the members of each view, our rank in it, and the steps taken before it."""
 
-    def longest_view(self, points: Sequence[Point]) -> tuple[tuple[str, ...], list[Point]]:
-        """Return the names of the members that took the most steps together, with these steps."""
-        ends = [*(step for _, step in self._views[1:]), sys.maxsize]
+    def longest_view(self, points: Sequence[Point]) -> tuple[tuple[str, ...], int, list[Point]]:
+        """Return the names of the members that took the most steps together, our rank among them, and these steps."""
+        if not self._views:
+            return (), 0, []
+        ends = [*(step for *_, step in self._views[1:]), sys.maxsize]
         steps = [[point for point in points if step < point.step <= end]
-                 for (_, step), end in zip(self._views, ends, strict=True)]  # fmt: skip
+                 for (*_, step), end in zip(self._views, ends, strict=True)]  # fmt: skip
         longest = max(range(len(steps)), key=lambda i: len(steps[i]))
-        return self._views[longest][0], steps[longest]
+        names, rank, _ = self._views[longest]
+        return names, rank, steps[longest]
 
-    def _viewed(self, view: View, step: int) -> None:
-        self._views.append((tuple(member.name for member in view.members), step))
+    def _viewed(self, view: View, rank: int, step: int) -> None:
+        self._views.append((as_copies([member.name for member in view.members]), rank, step))
 
     async def run(self, others: RemoteHosts, *, attended: bool) -> Report:
         """Train until the end, or until the node is asked to leave."""

@@ -73,7 +73,7 @@ def tell_outcome(
     reports = [result for result in outcome.results if isinstance(result, Report)]
     screen.training_report(settings, f"{screen.counted(len(names), each)}, {scenario.name}", reports)
     if reports:
-        show_uncertainty(scenario, run, reports[0].points, bands)
+        show_uncertainty(scenario, run, reports[0].points, outcome.events, bands)
     healthy = tell_failures(names, outcome.results)
     tell_fingerprint(outcome)
     return healthy

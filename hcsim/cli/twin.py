@@ -40,9 +40,11 @@ from hcsim.twin.ledger import (
     twin_digest,
 )
 from hcsim.twin.prediction import (
+    USUAL_VARIANTS,
     PredictedRun,
     Uncertainty,
     exchanges_every,
+    is_quick,
     nodes_of,
     predict,
     uncertainty,
@@ -98,7 +100,12 @@ def names_of_peers(peers: Sequence[str], here: str) -> tuple[str, ...]:
     """Return the names of the machines at these addresses: the host names without their domain, and for the loopback
     this machine's. Several ranks of a machine are called as `count` calls copies of a node."""
     hosts = [parse(with_port(peer, DEFAULT_PORT)).hosts[0] for peer in peers]
-    names = [here if _is_here(host) else host if _is_address(host) else host.partition(".")[0] for host in hosts]
+    return as_copies([here if _is_here(host) else host if _is_address(host) else host.partition(".")[0]
+                      for host in hosts])  # fmt: skip
+
+
+def as_copies(names: Sequence[str]) -> tuple[str, ...]:
+    """Return the names with those that are there several times numbered, as `count` does with copies of a node."""
     seen: Counter[str] = Counter()
     copies = []
     for name in names:
@@ -134,8 +141,10 @@ def _compare(twin: ChosenTwin, run: MeasuredRun) -> None:
         raise HcsimError("this machine has taken no steps")
     scenario = nodes_of(twin.scenario, run.names)
     predicted_run = PredictedRun(run.settings, run.wire, run.rank, run.forms_cluster)
-    predicted = predict(scenario, predicted_run)
-    spread = uncertainty(scenario, predicted_run, twin.bands)
+    point = predict(scenario, predicted_run)
+    quick = is_quick(scenario, point.events / point.steps, run.settings)
+    bands = (USUAL_VARIANTS if quick else 0) if twin.bands is None else twin.bands
+    spread = uncertainty(scenario, predicted_run, bands) if bands else None
     pair = Pair(
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         task=run.settings.task,
@@ -147,9 +156,9 @@ def _compare(twin: ChosenTwin, run: MeasuredRun) -> None:
         device=run.device,
         steps=len(run.points),
         machine=_this_machine(),
-        predicted=predicted,
+        predicted=point.phases,
         measured=phase_times([point.spent_s for point in run.points], exchanges_every(run.settings)),
-        band={} if spread is None else spread.around(predicted),
+        band={} if spread is None else spread.around(point.phases),
     )
     _show_pair(twin.path, pair, spread)
     path = _ledger_of(twin.path)
@@ -197,13 +206,21 @@ def _rests_on(spread: Uncertainty) -> str:
     return ", ".join(f"{kind} figures make {share:.0%}" for kind, share in spread.shares.items())
 
 
-def show_uncertainty(scenario: Scenario, run: PredictedRun, points: Sequence[Point], bands: int | None) -> None:
-    """Show the band of a simulated step."""
-    laps = [point.spent_s for point in points]
-    spread = uncertainty(scenario, run, bands) if laps else None
-    if spread is None:
+def show_uncertainty(
+    scenario: Scenario, run: PredictedRun, points: Sequence[Point], events: int, bands: int | None
+) -> None:
+    """Show the band of a simulated step. The run itself had so many events."""
+    steps = len(points)
+    if steps and bands is None:
+        bands = USUAL_VARIANTS if is_quick(scenario, events / steps, run.settings) else 0
+    if not (steps and bands):
         return
-    phases = phase_times(laps, exchanges_every(run.settings))
+    try:
+        spread = uncertainty(scenario, run, bands)
+    except HcsimError as error:  # without data, or with fixed ranks, it does not run
+        screen.note(f"p10 and p90 are not known: {error}")
+        return
+    phases = phase_times([point.spent_s for point in points], exchanges_every(run.settings))
     band = _between(spread.around(phases)["step"])
     rest = f"; {_rests_on(spread)} of it" if spread.shares else ""
     screen.say(f"a step takes {screen.duration(phases['step'])}, p10–p90 {band}{rest}")

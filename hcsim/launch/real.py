@@ -73,13 +73,14 @@ async def train_in_cluster(
     observer: Observer | None = None,
     tell: Callable[[str], None] = lambda what: None,
     leaving: asyncio.Event | None = None,
-    began: Callable[[View, int], None] = lambda view, step: None,
+    began: Callable[[View, int, int], None] = lambda view, rank, step: None,
     sink: Sink | None = None,
     meeting: MeetingHandler | None = None,
 ) -> Report:
     """Find the other machines of a cluster, and train with them until the end or until `leaving` is set.
 
-    `began` is called with each view whose members have synchronised, and the number of steps taken by then.
+    `began` is called with each view whose members have synchronised, our rank in it, and the number of steps taken
+    by then.
     `meeting` serves requests to measure the links between this machine and others.
 
     `sink` receives the events of this machine's trace."""

@@ -29,9 +29,9 @@ from hcsim.twin.ledger import FIRST_STEPS, PhaseTimes, phase_times
 from hcsim.twin.spread import BasisKind, figures_of, slower_where, variants
 
 USUAL_VARIANTS = 16
-CHEAP_EVENTS = 16_000
-"""So many events are simulated in less than a second."""
-_FEWEST_STEPS = 8
+_CHEAP_EVENTS, _MOST_EVENTS = 16_000, 100_000
+"""So many events are simulated in about a second, and in less than ten."""
+_STEPS = 8
 _SLOWER = 1.1
 _KINDS: tuple[BasisKind, ...] = ("measured", "published", "estimated")
 
@@ -44,6 +44,14 @@ class PredictedRun(msgspec.Struct, frozen=True):
     rank: int = 0
     forms_cluster: bool = False
     """Whether the nodes are members of an elastic cluster, which vote on each step."""
+
+
+class Prediction(msgspec.Struct, frozen=True):
+    """What was simulated."""
+
+    phases: PhaseTimes
+    steps: int
+    events: int
 
 
 class Uncertainty(msgspec.Struct, frozen=True):
@@ -74,48 +82,53 @@ def exchanges_every(settings: Training) -> int:
     return every if isinstance(every, int) else 1
 
 
-def predict(scenario: Scenario, run: PredictedRun) -> PhaseTimes:
-    """Predict the phases of a step."""
-    return _simulated(scenario, run)[0]
+def predict(scenario: Scenario, run: PredictedRun) -> Prediction:
+    """Predict the phases of a step: from a few steps, or from as few as can be if these have many events."""
+    every = exchanges_every(run.settings)
+    fewest, usual = FIRST_STEPS + every, FIRST_STEPS + every * ceil(_STEPS / every)
+    few = _simulated(scenario, run, fewest)
+    if usual == fewest or few.events * usual > _MOST_EVENTS * fewest:
+        return few
+    return _simulated(scenario, run, usual)
 
 
-def uncertainty(scenario: Scenario, run: PredictedRun, count: int | None = None) -> Uncertainty | None:
-    """Return the band of a prediction, from so many variants. None: as many as are usual, if a figure has a spread and
-    they take less than a second or so; otherwise, and with 0, there is no band.
+def is_quick(scenario: Scenario, events_per_step: float, settings: Training) -> bool:
+    """Return whether a band is shown unasked: a figure has a spread, and the usual variants take about a second."""
+    every = exchanges_every(settings)
+    steps = FIRST_STEPS + every * ceil(_STEPS / every)
+    spreads = (basis.spread for basis in figures_of(scenario).values())
+    return USUAL_VARIANTS * steps * events_per_step <= _CHEAP_EVENTS and any(spreads)
+
+
+def uncertainty(scenario: Scenario, run: PredictedRun, count: int = USUAL_VARIANTS) -> Uncertainty:
+    """Return the band of a prediction, from so many variants.
 
     Members of a cluster are simulated as fixed ranks here, which differ in the time of the votes alone."""
-    figures = figures_of(scenario).values()
-    if count == 0 or (count is None and not any(basis.spread for basis in figures)):
-        return None
     run = replace(run, forms_cluster=False)
-    phases, events = _simulated(scenario, run)
-    if count is None and events * USUAL_VARIANTS > CHEAP_EVENTS:
-        return None
-    drawn = [predict(variant, run) for variant in variants(scenario, count or USUAL_VARIANTS)]
+    point = predict(scenario, run)
+    drawn = [_simulated(variant, run, point.steps).phases for variant in variants(scenario, count)]
+    kinds = {basis.kind for basis in figures_of(scenario).values()}
+    slower = {kind: slower_where(scenario, kind, _SLOWER) for kind in _KINDS if kind in kinds}
     longer_s = {
-        kind: max(0.0, predict(slower_where(scenario, kind, _SLOWER), run)["step"] - phases["step"])
-        for kind in _KINDS
-        if any(basis.kind == kind for basis in figures)
+        kind: max(0.0, _simulated(each, run, point.steps).phases["step"] - point.phases["step"])
+        for kind, each in slower.items()
     }
     whole_s = sum(longer_s.values())
     return Uncertainty(
-        {phase: _band(point_s, [each[phase] for each in drawn]) for phase, point_s in phases.items()},
+        {phase: _band(point_s, [each[phase] for each in drawn]) for phase, point_s in point.phases.items()},
         {kind: each_s / whole_s for kind, each_s in longer_s.items() if whole_s > 0.0},
     )
 
 
 def _band(point_s: float, drawn_s: list[float]) -> tuple[float, float]:
-    low_s, high_s = np.quantile(drawn_s, (0.1, 0.9), method="hazen")  # each draw is the middle of its part
     if point_s <= 0.0:
         return 1.0, 1.0
+    low_s, high_s = np.quantile(drawn_s, (0.1, 0.9), method="hazen")  # each draw is the middle of its part
     return min(1.0, float(low_s) / point_s), max(1.0, float(high_s) / point_s)
 
 
-def _simulated(scenario: Scenario, run: PredictedRun) -> tuple[PhaseTimes, int]:
-    """Return the phases, and how many events that took."""
+def _simulated(scenario: Scenario, run: PredictedRun, steps: int) -> Prediction:
     scenario = replace(scenario, faults=(), processes=())
-    every = exchanges_every(run.settings)
-    steps = FIRST_STEPS + every * ceil(_FEWEST_STEPS / every)
     settings = replace(run.settings, steps=steps, server=None, listen=None)
     outcome: Outcome[Report]
     if run.forms_cluster:
@@ -127,4 +140,5 @@ def _simulated(scenario: Scenario, run: PredictedRun) -> tuple[PhaseTimes, int]:
     points = outcome.values()[run.rank].points
     if not points:
         raise HcsimError(f"rank {run.rank} takes no steps of its own")
-    return phase_times([point.spent_s for point in points], every), outcome.events
+    laps = [point.spent_s for point in points]
+    return Prediction(phase_times(laps, exchanges_every(settings)), steps, outcome.events)

@@ -18,7 +18,7 @@ from typing import Literal
 
 import msgspec
 
-from hcsim.config import Basis, Scenario, Training
+from hcsim.config import Basis, Scenario, Thunderbolt, Training
 from hcsim.errors import UNDECODABLE
 
 VERSION = 1
@@ -249,8 +249,12 @@ def _bases(scenario: Scenario) -> dict[str, list[tuple[str, Basis]]]:
 
 
 def _links(scenario: Scenario) -> list[tuple[str, Basis]]:
-    tables = [*scenario.media, *(cable for medium in scenario.media for cable in getattr(medium, "cables", ()))]
-    named = [(getattr(each, "name", None) or "–".join(getattr(each, "between", ())), each) for each in tables]
+    cables = [cable for medium in scenario.media if isinstance(medium, Thunderbolt) for cable in medium.cables]
+    named = [
+        *((medium.name, medium) for medium in scenario.media),
+        *(("–".join(cable.between), cable) for cable in cables),
+        *((f"{line.home}.wan", line) for line in scenario.wan),
+    ]
     return [
         (name, basis) for name, each in named
         if (basis := getattr(each, "basis", None)) is not None and basis.kind == "measured"

@@ -14,6 +14,7 @@ of the queue and of the line, and loses a packet in each of its cycles: the prob
 Mahdavi and Ott, CCR 27:3, 1997). BBR does not give way to losses. In the same transfers it lost 7 % of its packets at
 128 KiB and 0.35 % at 512 KiB, which is p = 64/W². A loss among the last W packets of a message delays its end by a
 round trip through the full queue, and one among the last three by two, which a tail loss probe takes (RFC 8985).
+The last of several connections to end has the port to itself by then, and loses nothing.
 """
 
 from __future__ import annotations

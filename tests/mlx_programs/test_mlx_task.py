@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from hcsim.mlx.task import MlxData, MlxTask
 from hcsim.testing import check_task
 from hcsim.training.trainer import train
 from tests.conftest import Cluster, RealCluster, VirtualCluster
+from tests.real.together import SLOW_KBIT, digest, members, plan, together
 
 PLUGIN = Path(__file__).parents[2] / "examples" / "plugins" / "mlx_digits.py"
 
@@ -91,3 +93,26 @@ def test_the_digits_are_learned_while_machines_come_and_go() -> None:
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
     assert float(re.findall(r"([0-9.]+) %", result.output)[-1]) > 85
+
+
+@pytest.mark.slow
+def test_members_of_a_real_cluster_go_on_when_one_is_killed(tmp_path: Path) -> None:
+    """They end with what the same members learn in the simulator, where one leaves and none is killed."""
+    with together(tmp_path, "abc") as cluster:
+        job = cluster.write(3, 40)
+        job.write_text(
+            f"plugins = [{json.dumps(str(PLUGIN))}]\n"
+            + job.read_text().replace('task = "convex"', 'task = "mlx_digits"')
+        )
+        begun = cluster.start("a", "b", "c")
+        begun[0].says("training begins")
+        cluster.lan.slow(8 * SLOW_KBIT)
+        order = members(begun[0])
+        first, second, third = sorted(begun, key=lambda process: order.index(process.machine.name))
+        first.says("step 5 of")
+        third.kill()
+        first.says("training goes on")
+        cluster.lan.fast()
+        for process in (first, second):
+            assert process.ends() == 0, process.text
+        assert {digest(first), digest(second)} == {cluster.reference(plan(first))}

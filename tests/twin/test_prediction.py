@@ -66,15 +66,18 @@ def test_an_average_in_every_eighth_step_is_predicted_as_part_of_each() -> None:
     assert 0 < predict(home(), local).phases["exchange"] < predict(home(), RUN).phases["exchange"] / 2
 
 
+@pytest.mark.slow
 def test_no_spread_gives_no_width() -> None:
     assert width(home()) == pytest.approx(0.0, abs=1e-9)
 
 
+@pytest.mark.slow
 def test_a_larger_spread_gives_a_wider_band() -> None:
     assert 0 < width(home(speed=0.05)) < width(home(speed=0.2))
     assert 0 < width(home(link=0.1)) < width(home(link=0.3))
 
 
+@pytest.mark.slow
 def test_a_band_is_the_same_each_time_and_another_with_another_seed() -> None:
     scenario = home(0.2, 0.2)
     assert uncertainty(scenario, RUN, 8) == uncertainty(scenario, RUN, 8)
@@ -113,6 +116,7 @@ def test_the_factors_of_a_figure_have_its_spread_and_depend_on_its_name_alone() 
     assert (ninth - tenth) / 2 / middle == pytest.approx(0.2, rel=0.1)
 
 
+@pytest.mark.slow
 @given(st.floats(0.1, 10))
 @settings(max_examples=20, deadline=None)
 def test_all_figures_together_scale_the_step(factor: float) -> None:

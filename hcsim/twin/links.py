@@ -43,7 +43,7 @@ _STEADY = 0.03
 _LONGER = 2
 """Repeats of a flow whose rate has not settled, each twice as long."""
 _CALL_EVERY_S = 0.01
-_HELD_OUT_S, _HELD_OUT_REPEATS = 0.25, 7
+_HELD_OUT_S, _HELD_OUT_REPEATS = 1.0, 5
 
 Bytes8: TypeAlias = npt.NDArray[np.uint8]
 Kind: TypeAlias = Literal["alone", "both ways", "two into one", "all"]
@@ -171,7 +171,7 @@ async def held_out(flows: Group, found: Surveyed) -> Surveyed:
     """Time an all-reduce that the figures of the links do not rest on. Every rank has to call it."""
     rates = np.array([min(flow.rate_Bps for flow in found.flows)])
     slowest_Bps = min(float(np.asarray(part)[0]) for part in await flows.all_gather(rates))
-    size_bytes = int(min(max(slowest_Bps * _HELD_OUT_S, 256 * KIB), 16384 * KIB)) // KIB * KIB
+    size_bytes = int(min(max(slowest_Bps * _HELD_OUT_S, 256 * KIB), 65536 * KIB)) // KIB * KIB
     times_s = await all_reduce_times(flows, size_bytes)
     return msgspec.structs.replace(found, held_out_bytes=size_bytes, held_out_s=times_s)
 

@@ -313,7 +313,8 @@ def test_auto_takes_the_fastest_algorithm_once_links_are_measured(virtual, size_
         return await took_s(group, "auto", size_bytes), min([await took_s(group, name, size_bytes) for name in names])
 
     for measured_s, fastest_s in virtual.outcome(3, program).values():
-        assert measured_s <= (1.06 if size_bytes < MIB else 1.01) * fastest_s  # short ones prefer few peers, if alike
+        # Short ones prefer few peers among those whose predicted times differ by 5 %, from links measured within 1 %.
+        assert measured_s <= (1.05 * 1.01 if size_bytes < MIB else 1.01) * fastest_s
 
 
 @pytest.mark.slow

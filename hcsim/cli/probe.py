@@ -196,10 +196,7 @@ def _show(machine: Machine) -> None:
         table.add_column(heading, justify="left" if not heading else "right", no_wrap=True)
     for curve in fastest_curves(machine):
         unit = "GFLOP" if curve.kind in BY_FLOPS else "GB"
-        intensity = f" at {curve.intensity:.3g} FLOP/B" if curve.intensity else ""
-        table.add_row(
-            f"{curve.kind} {curve.dtype}{intensity}", *_curve(curve.points, unit), f"{curve.basis.spread:.0%}"
-        )
+        table.add_row(f"{curve.kind} {curve.dtype}", *_curve(curve.points, unit), f"{curve.basis.spread:.0%}")
     for codec in machine.codecs:
         spread = f"{codec.basis.spread:.0%}"
         table.add_row(f"encode {codec.compressor}", *_curve(codec.encode, "GB"), spread)

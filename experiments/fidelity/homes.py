@@ -84,7 +84,7 @@ def modelled(medium: str, hosts: int, network: Network, machine: Machine, *, tls
         )
         for name, rate in zip(names(hosts), rates, strict=True)
     )
-    tcp = Tcp(framing_bytes=Bytes(FRAMING_BYTES), tls=tls)
+    tcp = Tcp(framing_bytes=Bytes(FRAMING_BYTES), tls=tls, piggyback=True, autotune=True)
     return complete(Scenario(f"{medium}-{hosts}", nodes, processors=(PROCESSOR,), media=(switch,), tcp=tcp))
 
 

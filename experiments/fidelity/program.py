@@ -15,7 +15,7 @@ from hcsim.collectives.buffers import Data
 from hcsim.collectives.group import Group
 from hcsim.collectives.plan import Shape, split
 from hcsim.collectives.select import Options, choose
-from hcsim.config import CATALOGUE, Machine, Training
+from hcsim.config import Machine, Training
 from hcsim.runtime.channel import Phantom
 from hcsim.training.trainer import train
 from hcsim.units import ByteRate, FlopRate, PositiveShare, Seconds
@@ -30,8 +30,6 @@ MAC, OLD = (
 )  # fmt: skip
 """About an M4, whose figures in the catalogue may change; and one so slow that the processor of a real machine can
 compute for several of them."""
-for _machine in (MAC, OLD):
-    CATALOGUE.add(_machine.name, _machine)
 _PERIOD = 251
 
 

@@ -15,8 +15,9 @@ from pathlib import Path
 import msgspec
 
 import hcsim
-from experiments.fidelity.program import Collectives, Laps, Trainings, options, run
+from experiments.fidelity.program import MAC, OLD, Collectives, Laps, Trainings, options, run
 from experiments.peers.crew import CONTROL
+from hcsim.config import CATALOGUE
 from hcsim.identity.keys import ClusterSecret, NodeKey
 from hcsim.real.tls import ClusterTls
 
@@ -63,4 +64,6 @@ def _tls(folder: str, rank: int) -> ClusterTls:
 
 
 if __name__ == "__main__":
+    for machine in (MAC, OLD):
+        CATALOGUE.add(machine.name, machine)
     asyncio.run(main(msgspec.json.decode(sys.argv[1], type=Job), int(sys.argv[2])))

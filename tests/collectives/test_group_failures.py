@@ -341,6 +341,8 @@ from hcsim import real_group
 async def main():
     async with real_group(1, sys.argv[1:]) as group:
         await group.all_reduce(np.ones(10), algorithm="ring")
+        for rank in (0, 2):
+            await group.recv(np.ones(1), rank)  # all others have finished
         os._exit(0)
 
 asyncio.run(main())
@@ -354,6 +356,9 @@ def test_a_real_rank_that_is_told_names_the_one_that_died(addresses):
     async def on_rank(rank: int) -> CollectiveError:
         async with real_group(rank, peers, options=Options(timeout_s=30.0)) as group:
             await group.all_reduce(np.ones(10), algorithm="ring")  # rank 3 has no link to rank 1
+            if rank == 2:
+                await group.recv(np.ones(1), 3)
+            await group.send(np.ones(1), 2 if rank == 3 else 1)
             return (await failure(group.all_reduce(np.ones(10), algorithm="ring")))[0]
 
     async def main() -> list[CollectiveError]:

@@ -202,6 +202,16 @@ def _show(machine: Machine) -> None:
         table.add_row(f"encode {codec.compressor}", *_curve(codec.encode, "GB"), spread)
         table.add_row(f"decode {codec.compressor}", *_curve(codec.decode, "GB"), spread)
     screen.show(table)
+    if (costs := machine.messages) is not None:
+        screen.say(
+            f"a message takes {screen.duration(costs.send_s)} to send, {screen.duration(costs.receive_s)} to receive\n"
+            f"one core sends {_gigabytes(costs.send_rate_Bps)} and receives {_gigabytes(costs.receive_rate_Bps)},"
+            f" encrypts {_gigabytes(costs.tls_send_rate_Bps)} and decrypts {_gigabytes(costs.tls_receive_rate_Bps)}"
+        )
+
+
+def _gigabytes(rate_Bps: float) -> str:
+    return f"{rate_Bps / 1e9:.3g} GB/s"
 
 
 def _curve(points: tuple[tuple[float, float], ...], unit: str) -> tuple[str, ...]:

@@ -216,7 +216,7 @@ DIED_AT_THE_END = """
     dist.all_sum(mx.ones(4))
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    dist.send(mx.ones(1 << 20), 1)
+    dist.send(mx.ones(1 << 24), 1)
     tell("sent")
 """
 

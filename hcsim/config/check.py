@@ -109,6 +109,8 @@ def _settled(path: str, node: Node, media: dict[str, AnyMedium], machines: Mappi
                 f'{path}.links[{i}]: "{link.medium}" is Wi-Fi, whose stations send and receive at one rate: give it as '
                 "rate, instead of up and down"
             )
+        if isinstance(medium, Wifi) and link.burst_bytes:
+            raise ConfigError(f'{path}.links[{i}].burst: "{link.medium}" is Wi-Fi, and only ports have a burst')
         if not isinstance(medium, Thunderbolt):
             homes.append(medium.home)
         elif link != Attachment(link.medium):

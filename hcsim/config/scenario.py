@@ -32,6 +32,12 @@ class Attachment(Table, frozen=True):
     down_bps: BitRate | None = None
     latency_s: Seconds | None = None
     loss: Share | None = None
+    burst_bytes: Bytes = Bytes(0)
+    """On a wire: what a port that was idle lets pass before it has the rate above."""
+    peak_bps: BitRate | None = None
+    """The rate at which it lets its burst pass; None: that of the medium."""
+    peak_burst_bytes: Bytes = Bytes(0)
+    """What of its burst it lets pass at the rate of the medium."""
     basis: Basis | None = None
 
 

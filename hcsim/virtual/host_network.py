@@ -45,6 +45,7 @@ class HostNetwork:
         """Called with each end of a new connection."""
         self._gates: dict[str, Gate] = {}
         self._add_gates()
+        self._set_bursts()
         self._connections: dict[frozenset[str], int] = {}
         """The number of connections so far, per pair of hosts, so that their names do not depend on other pairs."""
         self._speaking: dict[str, dict[int, VirtualChannel]] = {}
@@ -190,9 +191,14 @@ class HostNetwork:
         for name, capacity in self.topology.capacities.items():
             self._net.capacity(self.topology.resources[name], capacity)
         self._add_gates()
+        self._set_bursts()
         for name in self._hosts:
             for channel in self.channels_of(name):
                 self._reroute(channel)
+
+    def _set_bursts(self) -> None:
+        resources = self.topology.resources
+        self._net.set_bursts({resources[name]: burst for name, burst in self.topology.bursts.items()})
 
     def _add_gates(self) -> None:
         """Create a gate for the air of each access point that has stations."""

@@ -28,6 +28,7 @@ from hcsim.config import Attachment, Ethernet, Node, Scenario, Tcp, Thunderbolt,
 from hcsim.errors import ConfigError
 from hcsim.runtime.host import Interface, Medium, fastest_first
 from hcsim.virtual.rate_allocator import Resource
+from hcsim.virtual.token_bucket import Bucket, Burst
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -157,6 +158,8 @@ class ResourceGraph:
 
     def __post_init__(self) -> None:
         self.capacities: dict[str, float] = {}
+        self.bursts: dict[str, Burst] = {}
+        """Those of resources that let a burst pass, by name."""
         self._ports: dict[str, list[_Port]] = {node.name: [] for node in self.scenario.nodes}
         self._service_order = {node.name: [link.medium for link in node.links] for node in self.scenario.nodes}
         self._caps = {node.name: node.cap_bps / 8 for node in self.scenario.nodes if node.cap_bps is not None}
@@ -218,6 +221,9 @@ class ResourceGraph:
             rate = goodput_bytes_ps(rate_bps, medium.mtu, self.scenario.tcp)
             # The wire's latency belongs to the medium; each end carries half of it.
             uses = ((self.resource(_name(node.name, medium.name, way), rate), 1.0),) if rate < inf else ()
+            if uses and (buckets := _buckets(link, rate, rate_bps)):
+                wire = goodput_bytes_ps(medium.rate_bps, medium.mtu, self.scenario.tcp)
+                self.bursts[uses[0][0].name] = Burst(max(wire, rate), buckets)
             port = (uses[0][0], float(medium.queue_bytes)) if uses and way == "in" and medium.queue_bytes else None
             return Hop(uses, latency / 2, medium.jitter_s / 2, half(loss), medium.mtu, rate, port=port)
 
@@ -317,6 +323,15 @@ def _latency_and_loss(medium: Ethernet | Wifi, link: Attachment) -> tuple[float,
         medium.latency_s if link.latency_s is None else link.latency_s,
         medium.loss if link.loss is None else link.loss,
     )
+
+
+def _buckets(link: Attachment, rate_bytes_ps: float, rate_bps: float) -> tuple[Bucket, ...]:
+    """Return the buckets of a port, in bytes of data."""
+    data = rate_bytes_ps / (rate_bps / 8)
+    found = [Bucket(rate_bytes_ps, link.burst_bytes * data)] if link.burst_bytes else []
+    if link.peak_bps is not None:
+        found.append(Bucket(link.peak_bps / 8 * data, link.peak_burst_bytes * data))
+    return tuple(found)
 
 
 def half(loss: float) -> float:

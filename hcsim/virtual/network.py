@@ -5,7 +5,7 @@ Rates are computed at most once per instant, at its end, if anything has changed
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Protocol
 
 from hcsim.config import Tcp, Wifi
@@ -13,6 +13,7 @@ from hcsim.rng import stream as random_stream
 from hcsim.virtual.environment import NS, Environment
 from hcsim.virtual.links import Path
 from hcsim.virtual.rate_allocator import Flow, RateAllocator, Resource
+from hcsim.virtual.token_bucket import Burst, TokenBuckets
 
 if TYPE_CHECKING:
     from hcsim.telemetry.trace import Trace
@@ -48,6 +49,7 @@ class FluidNetwork:
         self._nominal: dict[str, float] = {}
         self._closed: dict[str, int] = {}
         self._at_opening: dict[str, list[Callable[[], None]]] = {}
+        self._buckets: dict[str, TokenBuckets] = {}
         self.on_end: Callable[[Sender], None] | None = None
         """Called with each stream that has ended."""
 
@@ -62,17 +64,17 @@ class FluidNetwork:
         self._started[stream.flow.id] = stream
         self.sharing.start(stream.flow)
         if not self._settling:
-            self._touch()
+            self.settle_soon()
 
     def stop(self, flow: Flow) -> None:
         self._started.pop(flow.id, None)
         self.sharing.stop(flow)
         if not self._settling:
-            self._touch()
+            self.settle_soon()
 
     def bound(self, flow: Flow, bytes_ps: float) -> None:
         self.sharing.set_bound(flow, bytes_ps)
-        self._touch()
+        self.settle_soon()
 
     def burst_bytes(self, resource: Resource, besides: Flow | None) -> float:
         """Return the bytes that other flows have sent through the resource since each was last idle."""
@@ -93,22 +95,33 @@ class FluidNetwork:
         self._nominal[resource.name] = capacity
         if not self._closed.get(resource.name):
             self.sharing.set_capacity(resource, capacity)
-            self._touch()
+            self.settle_soon()
 
     def shut(self, resource: Resource) -> None:
         """Block the resource until each `shut` is undone by an `open`."""
         self._nominal.setdefault(resource.name, resource.capacity)
         self._closed[resource.name] = self._closed.get(resource.name, 0) + 1
         self.sharing.set_capacity(resource, 0.0)
-        self._touch()
+        self.settle_soon()
 
     def open(self, resource: Resource) -> None:
         self._closed[resource.name] -= 1
         if not self._closed[resource.name]:
             self.sharing.set_capacity(resource, self._nominal[resource.name])
-            self._touch()
+            self.settle_soon()
             for act in self._at_opening.pop(resource.name, ()):
                 act()
+
+    def set_bursts(self, bursts: Mapping[Resource, Burst]) -> None:
+        """Let these resources, and no others, let a burst pass."""
+        before = self._buckets
+        self._buckets = {}
+        for resource, burst in bursts.items():
+            if resource.name in before:
+                self._buckets[resource.name] = before[resource.name]
+                before[resource.name].change(burst)
+            else:
+                self._buckets[resource.name] = TokenBuckets(self, resource, burst)
 
     def waits(self, path: Path, act: Callable[[], None]) -> bool:
         """Return whether a resource on the path is shut; if so, `act` is called once it is open."""
@@ -118,16 +131,23 @@ class FluidNetwork:
                 return True
         return False
 
-    def _touch(self) -> None:
+    def settle_soon(self) -> None:
+        """Recompute the shares at the end of this instant."""
         if not self._settling:
             self._settling = True
             self.env.call_at_instant_end(self._settle)
 
     def _settle(self) -> None:
         """Recompute the shares and notify the streams whose rate has changed."""
-        self._settling = False
         streams, started = self.streams, self._started
-        for flow in self.sharing.solve():
+        for bucket in self._buckets.values():
+            bucket.count()
+            bucket.adjust()
+        self._settling = False
+        changed = self.sharing.solve()
+        for bucket in self._buckets.values():
+            bucket.watch()
+        for flow in changed:
             started.pop(flow.id, None)
             if flow.id in streams:
                 streams[flow.id].rate_changed(flow.rate)

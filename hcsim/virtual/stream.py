@@ -491,8 +491,8 @@ class VirtualStream:
                 env.call_at(now_ns + round(self._rtt_s * NS), self._tick, congestion)
 
     def _grow_buffer(self, rate: float) -> None:
-        """Have room for twice of what is in flight at this rate. What a buffer has grown, it keeps."""
-        twice_bytes = 2.0 * rate * (self._rtt_s + SLOW_START_DELAY_S)
+        """Have room for twice of what is in flight at this rate, bursts aside. What a buffer has grown, it keeps."""
+        twice_bytes = 2.0 * min(rate, self._paths[0].rate_bytes_ps) * (self._rtt_s + SLOW_START_DELAY_S)
         if twice_bytes > self.send_buffer_bytes:
             self.send_buffer_bytes = round(min(twice_bytes, self._net.tcp.send_buffer_bytes))
             if self.on_room is not None:

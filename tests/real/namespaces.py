@@ -29,7 +29,7 @@ PATIENCE_S = 240.0
 SEGMENT_BYTES = 1448
 """What a TCP segment carries in a packet of 1500 bytes, with timestamps."""
 _HEADERS = 66
-_PEAK = 1.25
+PEAK = 1.25
 """How much faster than its rate a port may be to catch up after the system has looked at it too late."""
 _BURST_PIECES = 4
 """How much there may be to catch up."""
@@ -143,6 +143,11 @@ class Port(NamedTuple):
     def piece_bytes(self) -> int:
         return self.segments * (SEGMENT_BYTES + _HEADERS)
 
+    @property
+    def burst_bytes(self) -> int:
+        """What passes at the peak rate after a pause."""
+        return _BURST_PIECES * self.piece_bytes
+
 
 class Machine:
     """One of the machines."""
@@ -213,8 +218,8 @@ class Machine:
         for namespace, device in self._cable:
             ip("-n", namespace, "link", "set", device, "gso_max_size", str(port.segments * SEGMENT_BYTES + _HEADERS),
                "gso_max_segs", str(port.segments))  # fmt: skip
-            peak = ("peakrate", f"{round(_PEAK * port.kbit)}kbit", "mtu", str(port.piece_bytes))
-            limits = ("burst", str(_BURST_PIECES * port.piece_bytes), "limit", str(port.queue_bytes))
+            peak = ("peakrate", f"{round(PEAK * port.kbit)}kbit", "mtu", str(port.piece_bytes))
+            limits = ("burst", str(port.burst_bytes), "limit", str(port.queue_bytes))
             _shape((namespace, device), port.kbit, (*limits, *peak))
 
     @property

@@ -12,7 +12,7 @@ from hcsim.config import Ethernet, Scenario, parse_scenario, write_scenario
 from hcsim.errors import ConfigError
 from hcsim.runtime.channel import Phantom
 from hcsim.runtime.frame import HEADER_BYTES, Header
-from hcsim.units import PositiveBytes
+from hcsim.units import BitRate, Bytes, PositiveBytes
 from hcsim.virtual.world import World
 from tests.switches import on_switch
 from tests.virtual.faults.arena import connected, until
@@ -29,6 +29,12 @@ def home(names: str, *, queue: int | None = None, seed: int = 1, tcp: str = PLAI
     assert isinstance(switch, Ethernet)
     queued = replace(switch, queue_bytes=None if queue is None else PositiveBytes(queue))
     return replace(scenario, media=(queued,), seed=seed)
+
+
+def with_bursts(scenario: Scenario, **figures: object) -> Scenario:
+    """Let the ports of all nodes let a burst pass."""
+    nodes = (replace(node, links=(replace(node.links[0], **figures),)) for node in scenario.nodes)
+    return replace(scenario, nodes=tuple(nodes))
 
 
 def into_one(scenario: Scenario, *sizes: int) -> list[float]:
@@ -183,3 +189,77 @@ def test_a_queue_survives_being_written_to_a_file_and_must_not_be_empty() -> Non
     assert switch.queue_bytes == 131072
     with pytest.raises(ConfigError, match=r"medium\[0\]\.queue"):
         parse_scenario('name = "x"\n[[medium]]\nkind = "ethernet"\nname = "s"\nrate = "1 Gb/s"\nqueue = "0 B"', "x")
+
+
+BURST = {"rate_bps": BitRate(100e6), "burst_bytes": Bytes(100_000), "peak_bps": BitRate(200e6)}
+LATENCY_S = 100e-6
+WIRE, PEAK = 125e6, 2 * RATE
+"""Bytes per second of the switch of `bursty`, and of its ports' peak."""
+
+
+def bursty(names: str, *, peak_burst: int = 0) -> Scenario:
+    scenario = on_switch(names, rate="1 Gb/s", effects="all", tcp=f"{PLAIN}, ack_share = 0")
+    return with_bursts(scenario, **BURST, peak_burst_bytes=Bytes(peak_burst))
+
+
+@pytest.mark.parametrize("size", [50_000, 150_000, 1_000_000])
+def test_a_port_that_was_idle_lets_its_burst_pass_at_its_peak(size: int) -> None:
+    """The bucket of B bytes that fills at r is empty after B·p/(p − r) bytes at p."""
+    size -= HEADER_BYTES
+    fast = min(size + HEADER_BYTES, 100_000 * PEAK / (PEAK - RATE))
+    [took_s] = into_one(bursty("ab"), size)
+    assert took_s == pytest.approx(fast / PEAK + (size + HEADER_BYTES - fast) / RATE + LATENCY_S, rel=2e-3)
+
+
+def test_the_smaller_bucket_lets_a_short_message_pass_at_the_speed_of_the_medium() -> None:
+    [took_s] = into_one(bursty("ab", peak_burst=10_000), 5_000)
+    assert took_s == pytest.approx((5_000 + HEADER_BYTES) / WIRE + LATENCY_S, rel=1e-3)
+
+
+def test_two_senders_have_the_burst_of_the_port_that_they_share_once() -> None:
+    size = 500_000
+    took_s = into_one(bursty("abc"), size)
+    fast = 100_000 * PEAK / (PEAK - RATE)
+    whole_s = fast / PEAK + (2 * (size + HEADER_BYTES) - fast) / RATE + LATENCY_S
+    assert max(took_s) == pytest.approx(whole_s, rel=2e-3)
+
+
+@pytest.mark.parametrize("pause_s", [0.0, 2e-3, 20e-3])
+def test_a_port_has_its_burst_again_after_a_pause(pause_s: float) -> None:
+    """The first message takes all of the burst. What comes into the bucket until the second one shortens that one."""
+    size = 200_000 - HEADER_BYTES
+    idle_s = min(pause_s + LATENCY_S, 100_000 / RATE)
+    expected_s = 200_000 / RATE - idle_s
+    assert second_of_two(bursty("ab"), size, pause_s) == pytest.approx(expected_s, rel=1e-3)
+
+
+def second_of_two(scenario: Scenario, size: int, pause_s: float) -> float:
+    """How long the second of two messages is on its way, whose sender pauses between them."""
+    world = World(scenario)
+
+    async def main() -> float:
+        near, far = await connected(world, "a", "b")
+        took_s = 0.0
+        for _ in range(2):
+            await asyncio.sleep(pause_s)
+            began_s = world.loop.time()
+            receiving = world.host("b").spawn(far.recv(lambda _: None), name="receiver")
+            await world.host("a").spawn(near.send(Header(size), Phantom(size)), name="sender")
+            await receiving
+            took_s = world.loop.time() - began_s
+        return took_s - LATENCY_S
+
+    return world.run(main())
+
+
+def test_a_burst_is_refused_on_wifi() -> None:
+    text = """name = "x"
+    medium = [{ kind = "wifi", name = "air" }]
+    node = [{ name = "a", machine = "M4", links = [{ medium = "air", burst = "64 KiB" }] }]"""
+    with pytest.raises(ConfigError, match=r"burst.*Wi-Fi"):
+        parse_scenario(text, "x")
+
+
+def test_a_burst_is_written_and_read_again() -> None:
+    scenario = bursty("ab", peak_burst=3_000)
+    assert parse_scenario(write_scenario(scenario), "x").nodes[0].links == scenario.nodes[0].links

@@ -22,7 +22,7 @@ OTHERS = {"broadcast": ("tree", "ring"), "all_gather": ("ring", "direct"), "redu
 LONGEST_LAP_S = 2.2
 """Of one repeat, by what its bytes take at least."""
 CELL_S = 1.2
-FEWEST, MOST = 2, 15
+FEWEST, MOST = 2, 60
 _CALIBRATING = 3
 _WARM_REPEATS = 2
 _STEPS = 4
@@ -150,7 +150,8 @@ def trainings() -> list[TrainingCell]:
     cells = [TrainingCell("1gb", 2, "resnet50", *how) for how in _METHODS]
     cells += [TrainingCell("1gb", 4, "resnet50", *how) for how in _METHODS if how != long]
     cells += [TrainingCell("1gb", 8, "resnet50", *how) for how in _METHODS if how[1] not in ("none", "int8+ef")]
-    cells += [TrainingCell("mixed", 4, "resnet50", *how) for how in _METHODS if "none" not in how]
+    sparse = [how for how in _METHODS if how[1] not in ("none", "int8+ef") and how[0] != "parameter_server"]
+    cells += [TrainingCell("mixed", 4, "resnet50", *how) for how in (*sparse, ("diloco:4", "int8+ef"))]
     cells += [TrainingCell("100mb", 4, "resnet50", "ddp", each) for each in ("topk:0.01+ef", "powersgd:4+ef")]
     cells += [TrainingCell("100mb", hosts, "digits", *how) for hosts in (2, 4) for how in _METHODS]
     return cells

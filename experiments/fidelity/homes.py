@@ -13,15 +13,17 @@ import msgspec
 
 from hcsim.config import Attachment, Ethernet, Machine, Node, Processor, Scenario, Tcp
 from hcsim.config.check import complete
-from hcsim.units import BitRate, Bytes, Seconds
-from tests.real.namespaces import Lan, Port, lan
+from hcsim.units import BitRate, Bytes, Seconds, Share
+from tests.real.namespaces import PEAK, Lan, Port, lan
 
 MBPS = 1e6
 MTU = 1500
+WIRE = BitRate(20e9)
+"""What passes between two namespaces where no port limits it."""
 FRAMING_BYTES = 14
 """What a token bucket counts of a frame beside its IP packet; a wire has 24 more (preamble, checksum, gap)."""
 
-CORES = 2
+CORES = 16
 """Of the machine that the cells of `results/` were measured on."""
 PROCESSOR = Processor("cores", CORES)
 
@@ -51,6 +53,16 @@ def _segments(rate_bps: float) -> int:
     return max(1, round(11 * rate_bps / (1000 * MBPS)))
 
 
+def _port(rate_bps: float, queue_bytes: int) -> Port:
+    return Port(round(rate_bps / 1e3), queue_bytes, segments=_segments(rate_bps))
+
+
+def _ack_share(rate_bps: float) -> float:
+    """An acknowledgement comes for every other piece that a port hands over, however many segments it has."""
+    tcp = Tcp()
+    return (tcp.header_bytes + FRAMING_BYTES) / (2 * _port(rate_bps, 0).piece_bytes)
+
+
 class Network(msgspec.Struct, frozen=True):
     """What is calibrated of a medium."""
 
@@ -65,7 +77,7 @@ def built(medium: str, hosts: int, folder: Path) -> Iterator[Lan]:
     shape = MEDIA[medium]
     with lan(folder, names(hosts)) as machines:
         for machine, rate_bps in zip(machines, shape.rates_bps(hosts), strict=True):
-            machine.shape(Port(round(rate_bps / 1e3), shape.queue_bytes, segments=_segments(rate_bps)))
+            machine.shape(_port(rate_bps, shape.queue_bytes))
         yield machines
 
 
@@ -73,19 +85,25 @@ def modelled(medium: str, hosts: int, network: Network, machine: Machine, *, tls
     """The same home in the simulator. All of its machines share the cores of this one."""
     shape = MEDIA[medium]
     rates = shape.rates_bps(hosts)
-    switch = Ethernet("switch", BitRate(max(rates) * network.rate_factor), latency_s=Seconds(network.latency_s))
+    switch = Ethernet("switch", WIRE, latency_s=Seconds(network.latency_s))
     nodes = tuple(
-        Node(
-            name,
-            machine,
-            "home",
-            (Attachment("switch", BitRate(rate * network.rate_factor)),),
-            processor=PROCESSOR.name,
-        )
+        Node(name, machine, "home", (_attachment(rate, network),), processor=PROCESSOR.name)
         for name, rate in zip(names(hosts), rates, strict=True)
     )
-    tcp = Tcp(framing_bytes=Bytes(FRAMING_BYTES), tls=tls, piggyback=True, autotune=True)
+    tcp = Tcp(
+        framing_bytes=Bytes(FRAMING_BYTES), ack_share=Share(_ack_share(min(rates))), tls=tls, piggyback=True,
+        autotune=True,
+    )  # fmt: skip
     return complete(Scenario(f"{medium}-{hosts}", nodes, processors=(PROCESSOR,), media=(switch,), tcp=tcp))
+
+
+def _attachment(rate_bps: float, network: Network) -> Attachment:
+    """The port as its token buckets shape it."""
+    port = _port(rate_bps, 0)
+    return Attachment(
+        "switch", BitRate(rate_bps * network.rate_factor), burst_bytes=Bytes(port.burst_bytes),
+        peak_bps=BitRate(rate_bps * PEAK), peak_burst_bytes=Bytes(port.piece_bytes),
+    )  # fmt: skip
 
 
 def names(hosts: int) -> list[str]:

@@ -28,11 +28,13 @@ def home(text: str, seed: int) -> Scenario:
     return parse_scenario(f"{top}\nnode = [{nodes}]\nmedium = {media}\n[cluster]{tables}", f"soak {seed}")
 
 
-def simulate(profile: Profile, periods: int, seed: int, preset: str) -> tuple[History, Planned, list[str | None]]:
+def simulate(
+    profile: Profile, periods: int, seed: int, preset: str, begins_s: float = BEGINS_S
+) -> tuple[History, Planned, list[str | None]]:
     """Run a virtual cluster through so many periods and to its end; the digests of its members' parameters."""
     schedule = strikes(profile, NAMES, periods, seed)
     steps = math.ceil(periods * profile.period_s / STEP_S)
-    faults = tuple(as_fault(strike, BEGINS_S) for strike in schedule)
+    faults = tuple(as_fault(strike, begins_s) for strike in schedule)
     scenario = replace(home(job(steps, preset), seed), faults=faults)
     events: list[Event] = []
 
@@ -41,4 +43,4 @@ def simulate(profile: Profile, periods: int, seed: int, preset: str) -> tuple[Hi
 
     outcome = simulate_cluster(scenario, sink=sink, what=Paced(sleeps=False))
     digests = [report.sha256 for report in outcome.values()]
-    return History(events), Planned(profile, schedule, periods, BEGINS_S), digests
+    return History(events), Planned(profile, schedule, periods, begins_s), digests

@@ -1,25 +1,31 @@
 """Homes that exist twice: as network namespaces with shaped ports, and as scenarios of the simulator.
 
-A port is shaped in both directions: where the machine sends, and where the switch sends to it.
+A port is shaped in both directions: where the machine sends, and where the switch sends to it. Homes with shared air or
+lines to the internet are on a switch of our own (`emulated.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
+from experiments.fidelity.emulated import Layout, Place, SharedAir, TwoHomes
+from experiments.fidelity.switch import Station, switched
 from hcsim.config import Attachment, Ethernet, Machine, Node, Processor, Scenario, Tcp
 from hcsim.config.check import complete
 from hcsim.units import BitRate, Bytes, Seconds
-from tests.real.namespaces import Lan, Port, lan
+from tests.real.namespaces import Port, lan
 
 MBPS = 1e6
 MTU = 1500
 FRAMING_BYTES = 14
 """What a token bucket counts of a frame beside its IP packet; a wire has 24 more (preamble, checksum, gap)."""
+
+_HEADERS = 0.95
 
 CORES = 2
 """Of the machine that the cells of `results/` were measured on."""
@@ -38,12 +44,29 @@ class Medium(msgspec.Struct, frozen=True):
     def rates_bps(self, hosts: int) -> tuple[float, ...]:
         return (self.first_bps, *(self.others_bps,) * (hosts - 1))
 
+    def least_s(self, size_bytes: float, hosts: int) -> float:
+        """How long so much takes at least through the slowest port."""
+        return 8 * size_bytes / (min(self.rates_bps(hosts)) * _HEADERS)
 
-MEDIA = {
+    def layout(self, hosts: int, extra_s: float, rate_factor: float) -> Layout:
+        """Model the switch, whose latency is all that a message needs beside its bytes."""
+        rates = [BitRate(rate * rate_factor) for rate in self.rates_bps(hosts)]
+        switch = Ethernet("switch", max(rates), latency_s=Seconds(extra_s))
+        return Layout((switch,), (), tuple(Place("home", Attachment("switch", rate)) for rate in rates))
+
+
+WIRED = {
     "100mb": Medium(100 * MBPS, 100 * MBPS),
     "1gb": Medium(1000 * MBPS, 1000 * MBPS),
     "mixed": Medium(100 * MBPS, 1000 * MBPS),
 }
+EMULATED = {
+    "air": SharedAir(100 * MBPS, 300 * MBPS),
+    "wan": TwoHomes(20 * MBPS, 50 * MBPS),
+}
+MEDIA: dict[str, Medium | SharedAir | TwoHomes] = {**WIRED, **EMULATED}
+CONGESTION: Literal["cubic"] = "cubic"
+"""Of connections in emulated homes, as on a Mac."""
 
 
 def _segments(rate_bps: float) -> int:
@@ -55,37 +78,40 @@ class Network(msgspec.Struct, frozen=True):
     """What is calibrated of a medium."""
 
     latency_s: float = 50e-6
+    """In emulated homes, beyond the latency that they were made with."""
     rate_factor: float = 1.0
     """How much of its nominal rate a port has."""
 
 
 @contextmanager
-def built(medium: str, hosts: int, folder: Path) -> Iterator[Lan]:
+def built(medium: str, hosts: int, folder: Path) -> Iterator[Sequence[Station]]:
     """The home of network namespaces."""
     shape = MEDIA[medium]
+    if not isinstance(shape, Medium):
+        with switched(shape.plan(hosts), folder, CONGESTION) as stations:
+            yield stations
+        return
     with lan(folder, names(hosts)) as machines:
         for machine, rate_bps in zip(machines, shape.rates_bps(hosts), strict=True):
             machine.shape(Port(round(rate_bps / 1e3), shape.queue_bytes, segments=_segments(rate_bps)))
-        yield machines
+        yield [Station(machine.ip, machine.prefix) for machine in machines]
 
 
 def modelled(medium: str, hosts: int, network: Network, machine: Machine, *, tls: bool = False) -> Scenario:
     """The same home in the simulator. All of its machines share the cores of this one."""
-    shape = MEDIA[medium]
-    rates = shape.rates_bps(hosts)
-    switch = Ethernet("switch", BitRate(max(rates) * network.rate_factor), latency_s=Seconds(network.latency_s))
+    layout = MEDIA[medium].layout(hosts, network.latency_s, network.rate_factor)
     nodes = tuple(
-        Node(
-            name,
-            machine,
-            "home",
-            (Attachment("switch", BitRate(rate * network.rate_factor)),),
-            processor=PROCESSOR.name,
-        )
-        for name, rate in zip(names(hosts), rates, strict=True)
+        Node(name, machine, place.home, (place.link,), processor=PROCESSOR.name)
+        for name, place in zip(names(hosts), layout.places, strict=True)
     )
-    tcp = Tcp(framing_bytes=Bytes(FRAMING_BYTES), tls=tls, piggyback=True, autotune=True)
-    return complete(Scenario(f"{medium}-{hosts}", nodes, processors=(PROCESSOR,), media=(switch,), tcp=tcp))
+    tcp = Tcp(
+        framing_bytes=Bytes(FRAMING_BYTES), tls=tls, piggyback=True, autotune=True, congestion=CONGESTION,
+        loss_model=CONGESTION if medium in EMULATED else "bbr",
+    )  # fmt: skip
+    scenario = Scenario(
+        f"{medium}-{hosts}", nodes, processors=(PROCESSOR,), media=layout.media, wan=layout.wan, tcp=tcp
+    )  # fmt: skip
+    return complete(scenario)
 
 
 def names(hosts: int) -> list[str]:

@@ -18,12 +18,12 @@ from experiments.fidelity.cells import MB, AnyCell, Cell, TrainingCell
 from experiments.fidelity.homes import Network, built, modelled
 from experiments.fidelity.program import Collectives, Laps, Trainings, options, run
 from experiments.fidelity.rank import Job, Ready
+from experiments.fidelity.switch import Station
 from experiments.peers.crew import Command, Crew, module, working
 from hcsim.collectives.group import Group
 from hcsim.config import Machine
 from hcsim.launch import DEFAULT_PORT
 from hcsim.launch.virtual import simulate
-from tests.real.namespaces import Lan
 
 
 class Timing(msgspec.Struct, frozen=True):
@@ -58,7 +58,7 @@ def measure(cells: Sequence[AnyCell], done: Callable[[AnyCell, Timing], None]) -
                         done(cell, measured(crew, cell))
 
 
-def _commands(machines: Lan, setup: tuple[str, str], tls: bool, folder: Path) -> list[Command]:
+def _commands(machines: Sequence[Station], setup: tuple[str, str], tls: bool, folder: Path) -> list[Command]:
     addresses = tuple(f"{machine.ip}:{DEFAULT_PORT}" for machine in machines)
     algorithm, device = setup
     job = msgspec.json.encode(Job(str(folder), addresses, algorithm, tls, device)).decode()

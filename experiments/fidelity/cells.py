@@ -164,8 +164,12 @@ def trainings() -> list[TrainingCell]:
     cells += [TrainingCell("mixed", 4, "resnet50", *how) for how in _METHODS if "none" not in how]
     cells += [TrainingCell("100mb", 4, "resnet50", "ddp", each) for each in ("topk:0.01+ef", "powersgd:4+ef")]
     cells += [TrainingCell("100mb", hosts, "digits", *how) for hosts in (2, 4) for how in _METHODS]
-    cells += [TrainingCell(medium, 4, "digits", *how) for medium in EMULATED for how in _SHARED_METHODS]
     return cells
+
+
+def shared_trainings() -> list[TrainingCell]:
+    """Over shared air and between homes."""
+    return [TrainingCell(medium, 4, "digits", *how) for medium in EMULATED for how in _SHARED_METHODS]
 
 
 def size_name(size_bytes: int) -> str:

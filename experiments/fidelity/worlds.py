@@ -25,6 +25,9 @@ from hcsim.config import Machine
 from hcsim.launch import DEFAULT_PORT
 from hcsim.launch.virtual import simulate
 
+_PAUSE_S = 0.5
+"""Longer than a barrier in any home."""
+
 
 class Timing(msgspec.Struct, frozen=True):
     """The time of a cell in one world, each repeat as long as on its slowest rank."""
@@ -85,12 +88,20 @@ def predicted_s(cell: Cell, network: Network, machine: Machine) -> float:
 
 def _simulated(cell: AnyCell, network: Network, machine: Machine, turn: Collectives | Trainings) -> Timing:
     algorithm, _ = cell.setup
+    warmed_up_s: list[float] = []
 
     async def program(group: Group) -> Laps:
         if algorithm == "auto":
             await group.measure()
-        if isinstance(turn, Trainings):
-            await run(group, cell.warm_up)
+        warm_up = cell.warm_up
+        if isinstance(turn, Collectives) and isinstance(warm_up, Collectives):
+            warm_up = msgspec.structs.replace(warm_up, phantom=turn.phantom)
+        await run(group, warm_up)  # also for the windows of its connections
+        clock = group.host.clock
+        warmed_up_s.append(clock.elapsed())
+        await group.barrier()
+        # The lab has all ranks begin at once.
+        await clock.sleep(max(warmed_up_s) + _PAUSE_S - clock.elapsed())
         return await run(group, turn)
 
     if isinstance(cell, TrainingCell):  # which computes at its own speed, and handles messages at this machine's

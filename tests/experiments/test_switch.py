@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import statistics
 import subprocess
 import sys
 import time
@@ -25,6 +26,7 @@ from experiments.fidelity.switch import (
     replay,
     switched,
 )
+from hcsim.virtual.two_way_traffic import IDLE_ROUND_TRIPS
 
 MBPS = 1e6
 SLOW, FAST = 100 * MBPS, 300 * MBPS
@@ -45,6 +47,25 @@ import socket, sys, time
 connection = socket.create_connection((sys.argv[1], 7000))
 end = time.monotonic() + 1 + float(sys.argv[2])
 while time.monotonic() < end: connection.sendall(bytes(1 << 16))
+"""
+_PEER = """
+import socket, sys, threading, time
+def received(size):
+    while size: size -= len(connection.recv(min(size, 1 << 20)))
+if sys.argv[1] == "listen":
+    listener = socket.create_server(("", 7001))
+    print("ready", flush=True)
+    connection = listener.accept()[0]
+else:
+    connection = socket.create_connection((sys.argv[1], 7001))
+connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+for _ in range(8):
+    began = time.monotonic()
+    sender = threading.Thread(target=connection.sendall, args=(bytes(int(sys.argv[2])),))
+    sender.start()
+    received(int(sys.argv[2]))
+    sender.join()
+    print(time.monotonic() - began)
 """
 
 
@@ -167,6 +188,33 @@ def test_a_line_between_two_homes_has_the_rate_and_the_delay_that_were_asked_for
         assert round_trip_ms(here, there) == pytest.approx(2e3 * one_way_s, rel=0.1)
         (rate_bps,) = stream_rates_bps((here, there))
     assert rate_bps == pytest.approx(homes.up_bps * 1448 / FRAME_BYTES, rel=0.05)
+
+
+@pytest.mark.slow
+def test_hosts_that_send_each_other_data_wait_for_acknowledgements_as_long_as_the_model_says(tmp_path: Path) -> None:
+    """Over a line whose queue holds little more than the line, the waiting is a quarter of the time."""
+    _needs_taps()
+    homes, size_bytes = (
+        TwoHomes(10 * MBPS, 40 * MBPS, latency_s=15e-3, jitter_s=0.0, buffer_bytes=128 * 1024),
+        512 * 1024,
+    )
+    with switched(homes.plan(2), tmp_path, "cubic") as (here, there):
+        command = [*here.prefix, sys.executable, "-c", _PEER, "listen", str(size_bytes)]
+        peer = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert peer.stdout is not None
+        assert peer.stdout.readline() == "ready\n"
+        said = subprocess.run(
+            [*there.prefix, sys.executable, "-c", _PEER, here.ip, str(size_bytes)], capture_output=True, text=True,
+            check=True, timeout=60,
+        ).stdout  # fmt: skip
+        peer.communicate(timeout=60)
+    took_s = statistics.median(map(float, said.split()[2:]))
+    goodput_Bps = homes.up_bps / 8 * 1448 / FRAME_BYTES
+    round_trip_s = 2 * (2 * homes.latency_s + homes.local_latency_s)
+    window_bytes = homes.buffer_bytes + goodput_Bps * round_trip_s
+    idle_s = IDLE_ROUND_TRIPS * round_trip_s * size_bytes / window_bytes
+    assert idle_s > 0.2 * took_s
+    assert took_s == pytest.approx(size_bytes / goodput_Bps + round_trip_s / 2 + idle_s, rel=0.1)
 
 
 @pytest.mark.slow

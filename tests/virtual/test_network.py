@@ -37,9 +37,13 @@ def ethernet(rate: str, latency: str = "0.1 ms", extra: str = "") -> str:
 
 
 def arrivals_s(
-    scenario: Scenario, flows: Sequence[tuple[str, str, int]], sink: Callable[[Sequence[Event]], None] | None = None
+    scenario: Scenario,
+    flows: Sequence[tuple[str, str, int]],
+    sink: Callable[[Sequence[Event]], None] | None = None,
+    last_after_s: float = 0.0,
 ) -> list[float]:
-    """When each transfer (from, to, payload bytes) has arrived; all start at zero, on connections of their own."""
+    """When each transfer (from, to, payload bytes) has arrived, on connections of their own; all start at zero, or the
+    last one later."""
     world = World(scenario, sink=sink)
 
     async def connected(number: int, source: str, target: str):
@@ -57,8 +61,13 @@ def arrivals_s(
             await asyncio.gather(near.send(Header(flow[2]), Phantom(flow[2])), far.recv(lambda _: None))
             return world.loop.time() - started_s
 
-        moves = [transfer(flow, *pair) for flow, pair in zip(flows, ends, strict=True)]
-        return await asyncio.gather(*moves)
+        *moves, last = [transfer(flow, *pair) for flow, pair in zip(flows, ends, strict=True)]
+
+        async def late() -> float:
+            await asyncio.sleep(last_after_s)
+            return await last
+
+        return await asyncio.gather(*moves, late() if last_after_s else last)
 
     arrived_s = world.run(main())
     world.trace.digest()  # and the sink has all events
@@ -475,11 +484,28 @@ def test_jitter_delays_but_never_reorders():
     assert 0.012 < times_s[-1] < 0.070
 
 
-def test_a_buffer_that_others_have_filled_adds_its_length_to_the_delay():
-    flows = [("a", "b", 10 * MB), ("a", "b", MB)]
-    _, empty_s = arrivals_s(long_line(BARE), flows)
-    _, full_s = arrivals_s(long_line(BARE, line="buffer = '125 kB'"), flows)
+def test_a_short_message_waits_behind_the_buffer_that_others_have_filled():
+    flows = [("a", "b", 10 * MB), ("a", "b", 1000)]
+    _, empty_s = arrivals_s(long_line(BARE), flows, last_after_s=0.5)
+    _, full_s = arrivals_s(long_line(BARE, line="buffer = '125 kB'"), flows, last_after_s=0.5)
     assert full_s - empty_s == pytest.approx(2 * 0.01, rel=0.01)  # 125 kB at 12.5 MB/s, up and down
+
+
+def test_a_transfer_that_shared_a_line_has_waited_for_others_in_its_buffer_already():
+    """The line carries the bytes of both by then, in whatever order they stood in its buffer."""
+    flows = [("a", "b", 10 * MB), ("a", "b", MB - HEADER_BYTES)]
+    _, took_s = arrivals_s(long_line(BARE, line="buffer = '125 kB'"), flows)
+    assert took_s == pytest.approx(2 * MB / 12.5e6 + 0.05, rel=0.01)
+
+
+def test_data_both_ways_slow_each_other_where_acknowledgements_wait_in_the_buffer():
+    """The line idles for 0.85 round trips of 100 ms with each window: 1.25 MB in flight, and as much in the queue."""
+    one_way, both_ways = [("a", "b", 10 * MB)], [("a", "b", 10 * MB), ("b", "a", 10 * MB)]
+    (alone_s,) = arrivals_s(long_line(BARE, line="buffer = '1.25 MB'"), one_way)
+    assert arrivals_s(long_line(BARE), both_ways) == pytest.approx([alone_s] * 2, rel=1e-3)
+    windows = 10 * MB / 2.5e6
+    expected_s = alone_s + windows * 0.85 * 0.1
+    assert arrivals_s(long_line(BARE, line="buffer = '1.25 MB'"), both_ways) == pytest.approx([expected_s] * 2, rel=0.1)
 
 
 @pytest.mark.parametrize("size", [100, 500_000, 10 * MB])

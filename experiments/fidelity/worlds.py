@@ -77,8 +77,11 @@ def measured(crew: Crew, cell: AnyCell) -> Timing:
 
 def predicted(cell: AnyCell, network: Network, machine: Machine) -> Timing:
     """Simulate a cell with data: the results must have the bits of the measured ones."""
-    few = isinstance(cell, TrainingCell) or cell.size_bytes >= 16 * MB
-    return _simulated(cell, network, machine, cell.turn(2 if few else 3))
+    if isinstance(cell, TrainingCell) or cell.size_bytes >= 16 * MB:
+        repeats = 2
+    else:  # as often as measured where it costs little: who begins late may change from one repeat to the next
+        repeats = 3 if cell.size_bytes >= MB else cell.repeats
+    return _simulated(cell, network, machine, cell.turn(repeats))
 
 
 def predicted_s(cell: Cell, network: Network, machine: Machine) -> float:

@@ -161,13 +161,14 @@ def loss_bound_bytes_ps(tcp: Tcp, mss: int, rtt_s: float, path: Path) -> float:
     loss = path.loss
     if loss <= 0.0 or rtt_s <= 0.0 or tcp.loss_model == "none":
         return inf
+    reno = mss / rtt_s * sqrt(1.5 / loss)
     if tcp.loss_model == "mathis":
-        return mss / rtt_s * sqrt(1.5 / loss)
+        return reno
     if tcp.loss_model == "pftk":  # Padhye, Firoiu, Towsley and Kurose, with one ACK per packet
         timeouts = RTO_S * min(1.0, 3.0 * sqrt(3.0 * loss / 8.0)) * loss * (1.0 + 32.0 * loss**2)
         return mss / (rtt_s * sqrt(2.0 * loss / 3.0) + timeouts)
-    if tcp.loss_model == "cubic":
-        return float(1.054 * (rtt_s / loss) ** 0.75 * mss / rtt_s)
+    if tcp.loss_model == "cubic":  # which is never slower than Reno (RFC 9438, 4.3 and 5.1)
+        return float(max(1.054 * (rtt_s / loss) ** 0.75 * mss / rtt_s, reno))
     return path.rate_bytes_ps * (1.0 - loss)
 
 

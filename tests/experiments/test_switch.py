@@ -111,12 +111,12 @@ def test_jitter_has_its_mean_and_keeps_the_order(program: Path) -> None:
 
 
 def test_the_seed_decides_which_frames_are_lost(program: Path) -> None:
-    frames = [Frame(1e-3 * number, 0, 1, 100) for number in range(20_000)]
+    frames = [Frame(1e-3 * number, 0, 1, 100) for number in range(8_000)]
     times = [
-        tuple(frame.at_s for frame in replay(program, wire(Pipe(SLOW, 1 << 20, loss=0.02), seed), frames))
+        tuple(frame.at_s for frame in replay(program, wire(Pipe(SLOW, 1 << 20, loss=0.05), seed), frames))
         for seed in (1, 1, 2)
     ]
-    assert 1 - len(times[0]) / len(frames) == pytest.approx(0.02, rel=0.15)
+    assert 1 - len(times[0]) / len(frames) == pytest.approx(0.05, rel=0.15)
     assert times[0] == times[1] != times[2]
 
 
@@ -129,8 +129,8 @@ def test_a_slow_station_drags_all_others_down_to_its_own_rate(program: Path) -> 
         {(0, 2): (0,), (1, 2): (1,)},
         (air,),
     )
-    left = replay(program, plan, [Frame(0, station, 2, 1500) for _ in range(30_000) for station in (0, 1)])
-    at_s = 4.0
+    left = replay(program, plan, [Frame(0, station, 2, 1500) for _ in range(6_000) for station in (0, 1)])
+    at_s = 1.0
     by_then = Counter(frame.source for frame in left if frame.at_s <= at_s)
     both_s = 2 * air.overhead_s + frames * 1500 * 8 * (1 / SLOW + 1 / FAST)
     for station in (0, 1):

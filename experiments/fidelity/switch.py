@@ -120,9 +120,8 @@ def obstacle() -> str:
 def compiled(folder: Path) -> Path:
     """Compile the switch into the folder."""
     program = folder / "switch"
-    done = subprocess.run(
-        ["cc", "-O2", "-o", program, _SOURCE, "-lm"], capture_output=True, text=True, check=False
-    )  # fmt: skip
+    command = ["cc", "-O2", "-o", program, _SOURCE, "-lm"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SwitchFailed(f"the switch does not compile: {done.stderr.strip()}")
     return program
@@ -143,6 +142,8 @@ def replay(program: Path, plan: Plan, frames: Sequence[Frame]) -> list[Frame]:
 @contextmanager
 def switched(plan: Plan, folder: Path, congestion: str) -> Iterator[list[Station]]:
     """Stations at the ports of a switch that works meanwhile. Their TCP has this congestion control."""
+    if why_not := obstacle():
+        raise SwitchFailed(why_not)
     switch = subprocess.Popen([compiled(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert switch.stdin is not None
     assert switch.stdout is not None

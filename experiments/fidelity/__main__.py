@@ -26,7 +26,7 @@ from rich.progress import Progress
 
 from experiments import asked
 from experiments.fidelity.calibration import fitted, this_machine
-from experiments.fidelity.cells import AnyCell, collectives, trainings
+from experiments.fidelity.cells import AnyCell, collectives, shared_trainings, trainings
 from experiments.fidelity.churn import ChurnCell, churn, measure_churn, predict_churn
 from experiments.fidelity.homes import MEDIA
 from experiments.fidelity.record import Record
@@ -40,6 +40,7 @@ from tests.real.namespaces import obstacle
 PARTS: dict[str, Callable[[], Sequence[AnyCell | ChurnCell]]] = {
     **{f"collectives-{medium}": partial(collectives, medium) for medium in MEDIA},
     "training": trainings,
+    "training-shared": shared_trainings,
     "churn": churn,
 }
 CELLS = "measured.csv"

@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from experiments.fidelity.homes import MEDIA
+from experiments.fidelity.homes import EMULATED, MEDIA
 from experiments.fidelity.program import MAC, OLD, Collectives, Trainings
 from hcsim.config import Machine
 
@@ -19,6 +19,7 @@ KB, MB = 1 << 10, 1 << 20
 ALGORITHMS = ("ring", "tree", "centralized", "halving_doubling", "recursive_doubling", "hierarchical", "auto")
 SIZES = (4 * KB, 64 * KB, 1 * MB, 16 * MB, 64 * MB)
 OTHERS = {"broadcast": ("tree", "ring"), "all_gather": ("ring", "direct"), "reduce_scatter": ("ring", "halving")}
+SHARED_KIND = "shared air and WAN"
 LONGEST_LAP_S = 2.2
 """Of one repeat, by what its bytes take at least."""
 CELL_S = 1.2
@@ -31,7 +32,12 @@ _METHODS = (
     ("local_sgd:4", "none"), ("diloco:4", "none"), ("diloco:4", "int8+ef"),
     ("parameter_server", "none"), ("parameter_server", "topk:0.01+ef"),
 )  # fmt: skip
-_HEADERS = 0.95
+SHARED_SIZES = (4 * KB, 64 * KB, 1 * MB, 4 * MB)
+"""Where a second moves fewer bytes."""
+_SHARED_METHODS = (
+    ("ddp", "none"), ("ddp", "topk:0.01+ef"), ("local_sgd:4", "none"), ("diloco:4", "int8+ef"),
+    ("parameter_server", "topk:0.01+ef"),
+)  # fmt: skip
 
 
 class Cell(msgspec.Struct, frozen=True):
@@ -68,8 +74,7 @@ class Cell(msgspec.Struct, frozen=True):
         }  # fmt: skip
         parts = {"broadcast": 2, "all_gather": peers, "reduce_scatter": peers / self.hosts}
         share = parts.get(self.operation, whole.get(self.algorithm, 2 * peers / self.hosts))
-        slowest_bps = min(MEDIA[self.medium].rates_bps(self.hosts)) * _HEADERS
-        return self.together * share * 8 * self.size_bytes / slowest_bps
+        return MEDIA[self.medium].least_s(self.together * share * self.size_bytes, self.hosts)
 
     @property
     def repeats(self) -> int:
@@ -92,6 +97,8 @@ class Cell(msgspec.Struct, frozen=True):
     @property
     def kind(self) -> str:
         """The class of cells that the cell is counted in."""
+        if self.medium in EMULATED:
+            return SHARED_KIND
         if self.tls:
             return "over TLS"
         if self.size_bytes < MB:
@@ -117,7 +124,11 @@ class TrainingCell(msgspec.Struct, frozen=True):
     tls = False
     calibrates = False
     repeats = 2
-    kind = "training step, compute slept"
+
+    @property
+    def kind(self) -> str:
+        """The class of cells that the cell is counted in."""
+        return SHARED_KIND if self.medium in EMULATED else "training step, compute slept"
 
     @property
     def name(self) -> str:
@@ -157,13 +168,32 @@ def trainings() -> list[TrainingCell]:
     return cells
 
 
+def shared_trainings() -> list[TrainingCell]:
+    """Over shared air and between homes."""
+    return [TrainingCell(medium, 4, "digits", *how) for medium in EMULATED for how in _SHARED_METHODS]
+
+
 def size_name(size_bytes: int) -> str:
     return f"{size_bytes // MB}MB" if size_bytes >= MB else f"{size_bytes // KB}KB"
 
 
 def collectives(medium: str) -> list[AnyCell]:
     """All that last no longer than they may, by number of hosts and algorithm."""
-    return [cell for cell in dict.fromkeys(_collectives(medium)) if cell.least_s <= LONGEST_LAP_S]
+    cells = _shared(medium) if medium in EMULATED else _collectives(medium)
+    return [cell for cell in dict.fromkeys(cells) if cell.least_s <= LONGEST_LAP_S]
+
+
+def _shared(medium: str) -> Iterator[Cell]:
+    for hosts in (2, 3, 4):
+        for algorithm in _algorithms(hosts):
+            for size_bytes in SHARED_SIZES if hosts != 3 else SHARED_SIZES[1:3]:
+                yield Cell(medium, hosts, "all_reduce", algorithm, size_bytes)
+    for algorithm in ("ring", "tree"):
+        yield Cell(medium, 4, "all_reduce", algorithm, 1 * MB, together=2)
+    for operation, algorithms in OTHERS.items():
+        for algorithm in algorithms:
+            for size_bytes in (64 * KB, 1 * MB):
+                yield Cell(medium, 4, operation, algorithm, size_bytes)
 
 
 def _collectives(medium: str) -> Iterator[Cell]:

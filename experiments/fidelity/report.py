@@ -12,7 +12,7 @@ import pandas as pd
 from rich import box
 from rich.table import Table
 
-from experiments.fidelity.cells import AnyCell
+from experiments.fidelity.cells import SHARED_KIND, AnyCell
 from experiments.fidelity.churn import ChurnCell
 from experiments.fidelity.worlds import Timing
 from experiments.figures.style import LOOKS, figure, labelled, save_data, time_label
@@ -24,6 +24,7 @@ TARGETS: dict[str, tuple[float | None, float | None]] = {
     "asymmetric, from 1 MB": (0.02, 0.08),
     "two at once, from 1 MB": (0.02, 0.08),
     "4 to 64 KB": (0.08, 0.20),
+    SHARED_KIND: (0.08, 0.20),
     "training step, compute slept": (0.04, 0.10),
     "a member is lost: noticed": (0.15, None),
     "a member is lost: next step": (0.15, None),

@@ -18,12 +18,15 @@ from experiments.fidelity.cells import MB, AnyCell, Cell, TrainingCell
 from experiments.fidelity.homes import Network, built, modelled
 from experiments.fidelity.program import Collectives, Laps, Trainings, options, run
 from experiments.fidelity.rank import Job, Ready
+from experiments.fidelity.switch import Station
 from experiments.peers.crew import Command, Crew, module, working
 from hcsim.collectives.group import Group
 from hcsim.config import Machine
 from hcsim.launch import DEFAULT_PORT
 from hcsim.launch.virtual import simulate
-from tests.real.namespaces import Lan
+
+_PAUSE_S = 0.5
+"""Longer than a barrier in any home."""
 
 
 class Timing(msgspec.Struct, frozen=True):
@@ -58,7 +61,7 @@ def measure(cells: Sequence[AnyCell], done: Callable[[AnyCell, Timing], None]) -
                         done(cell, measured(crew, cell))
 
 
-def _commands(machines: Lan, setup: tuple[str, str], tls: bool, folder: Path) -> list[Command]:
+def _commands(machines: Sequence[Station], setup: tuple[str, str], tls: bool, folder: Path) -> list[Command]:
     addresses = tuple(f"{machine.ip}:{DEFAULT_PORT}" for machine in machines)
     algorithm, device = setup
     job = msgspec.json.encode(Job(str(folder), addresses, algorithm, tls, device)).decode()
@@ -74,8 +77,11 @@ def measured(crew: Crew, cell: AnyCell) -> Timing:
 
 def predicted(cell: AnyCell, network: Network, machine: Machine) -> Timing:
     """Simulate a cell with data: the results must have the bits of the measured ones."""
-    few = isinstance(cell, TrainingCell) or cell.size_bytes >= 16 * MB
-    return _simulated(cell, network, machine, cell.turn(2 if few else 3))
+    if isinstance(cell, TrainingCell) or cell.size_bytes >= 16 * MB:
+        repeats = 2
+    else:  # as often as measured where it costs little: who begins late may change from one repeat to the next
+        repeats = 3 if cell.size_bytes >= MB else cell.repeats
+    return _simulated(cell, network, machine, cell.turn(repeats))
 
 
 def predicted_s(cell: Cell, network: Network, machine: Machine) -> float:
@@ -85,12 +91,20 @@ def predicted_s(cell: Cell, network: Network, machine: Machine) -> float:
 
 def _simulated(cell: AnyCell, network: Network, machine: Machine, turn: Collectives | Trainings) -> Timing:
     algorithm, _ = cell.setup
+    warmed_up_s: list[float] = []
 
     async def program(group: Group) -> Laps:
         if algorithm == "auto":
             await group.measure()
-        if isinstance(turn, Trainings):
-            await run(group, cell.warm_up)
+        warm_up = cell.warm_up
+        if isinstance(turn, Collectives) and isinstance(warm_up, Collectives):
+            warm_up = msgspec.structs.replace(warm_up, phantom=turn.phantom)
+        await run(group, warm_up)  # also for the windows of its connections
+        clock = group.host.clock
+        warmed_up_s.append(clock.elapsed())
+        await group.barrier()
+        # The lab has all ranks begin at once.
+        await clock.sleep(max(warmed_up_s) + _PAUSE_S - clock.elapsed())
         return await run(group, turn)
 
     if isinstance(cell, TrainingCell):  # which computes at its own speed, and handles messages at this machine's

@@ -24,6 +24,8 @@ class Sender(Protocol):
 
     number: int
     flow: Flow | None
+    has_line: bool
+    """Whether it goes over a line with a queue, where acknowledgements may have to wait."""
 
     @property
     def burst_bytes(self) -> float:
@@ -31,6 +33,9 @@ class Sender(Protocol):
 
     def rate_changed(self, rate: float) -> None:
         """It has that share from now on."""
+
+    def consider_acknowledgements(self) -> None:
+        """The way of its acknowledgements may have become full or free."""
 
 
 class FluidNetwork:
@@ -44,6 +49,8 @@ class FluidNetwork:
         self.sharing = RateAllocator()
         self.streams: dict[int, Sender] = {}
         self._started: dict[int, Sender] = {}
+        self._on_lines: dict[int, Sender] = {}
+        """Those that send over lines with queues."""
         self._numbers = 0
         self._settling = False
         self._nominal: dict[str, float] = {}
@@ -62,12 +69,15 @@ class FluidNetwork:
     def start(self, stream: Sender) -> None:
         assert stream.flow is not None
         self._started[stream.flow.id] = stream
+        if stream.has_line:
+            self._on_lines[stream.flow.id] = stream
         self.sharing.start(stream.flow)
         if not self._settling:
             self.settle_soon()
 
     def stop(self, flow: Flow) -> None:
         self._started.pop(flow.id, None)
+        self._on_lines.pop(flow.id, None)
         self.sharing.stop(flow)
         if not self._settling:
             self.settle_soon()
@@ -157,6 +167,8 @@ class FluidNetwork:
             for stream in started.values():
                 assert stream.flow is not None
                 stream.rate_changed(stream.flow.rate)
+        for stream in tuple(self._on_lines.values()):
+            stream.consider_acknowledgements()
 
 
 class Gate:

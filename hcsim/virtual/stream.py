@@ -33,6 +33,7 @@ from hcsim.virtual.links import Path, merged
 from hcsim.virtual.network import FluidNetwork, Gate
 from hcsim.virtual.port_queue import PortQueues
 from hcsim.virtual.rate_allocator import Flow, Resource
+from hcsim.virtual.two_way_traffic import slowed
 
 NEVER_NS = 1 << 63
 """A time later than any event."""
@@ -124,11 +125,14 @@ class Delays:
         self._packet_loss = path.loss
         self._queues = tuple(hop.queue for hop in path.hops if hop.queue is not None)
 
-    def draw_s(self, size_bytes: int, rtt_s: float, flow: Flow | None) -> float:
-        """Return the extra delay of the next message.
+    def draw_s(
+        self, size_bytes: int, rtt_s: float, flow: Flow | None, sending_s: float = 0.0, sent_bytes: int = 0
+    ) -> float:
+        """Return the extra delay of the next message of a stream that has sent so much in that time, without a break.
 
         A queue contains at most what other flows have sent since they were last idle. The flow's own data are not
-        counted: the time to send them is already in its rate."""
+        counted: the time to send them is already in its rate. So is the time that it has waited for others, by sharing
+        the line with them."""
         delay_s = 0.0
         if self._jitter_s > 0.0:
             delay_s += self._jitter.expovariate(1.0 / self._jitter_s)
@@ -136,7 +140,9 @@ class Delays:
             delay_s += self._retransmission_s(size_bytes, rtt_s)
         for resource, buffer_bytes in self._queues:
             if resource.capacity > 0.0 and self._net.sharing.is_full(resource):
-                delay_s += min(buffer_bytes, self._net.burst_bytes(resource, flow)) / resource.capacity
+                queued_bytes = min(buffer_bytes, self._net.burst_bytes(resource, flow))
+                waited_s = max(sending_s - sent_bytes / resource.capacity, 0.0)
+                delay_s += max(queued_bytes / resource.capacity - waited_s, 0.0)
         return delay_s
 
     def _retransmission_s(self, size_bytes: int, rtt_s: float) -> float:
@@ -155,13 +161,14 @@ def loss_bound_bytes_ps(tcp: Tcp, mss: int, rtt_s: float, path: Path) -> float:
     loss = path.loss
     if loss <= 0.0 or rtt_s <= 0.0 or tcp.loss_model == "none":
         return inf
+    reno = mss / rtt_s * sqrt(1.5 / loss)
     if tcp.loss_model == "mathis":
-        return mss / rtt_s * sqrt(1.5 / loss)
+        return reno
     if tcp.loss_model == "pftk":  # Padhye, Firoiu, Towsley and Kurose, with one ACK per packet
         timeouts = RTO_S * min(1.0, 3.0 * sqrt(3.0 * loss / 8.0)) * loss * (1.0 + 32.0 * loss**2)
         return mss / (rtt_s * sqrt(2.0 * loss / 3.0) + timeouts)
-    if tcp.loss_model == "cubic":
-        return float(1.054 * (rtt_s / loss) ** 0.75 * mss / rtt_s)
+    if tcp.loss_model == "cubic":  # which is never slower than Reno (RFC 9438, 4.3 and 5.1)
+        return float(max(1.054 * (rtt_s / loss) ** 0.75 * mss / rtt_s, reno))
     return path.rate_bytes_ps * (1.0 - loss)
 
 
@@ -174,11 +181,13 @@ class VirtualStream:
         "_began_ns",
         "_buffer_bytes",
         "_burst",
+        "_burst_began_ns",
         "_cap",
         "_changed_ns",
         "_comes_from_ns",
         "_comes_until_ns",
         "_congestion",
+        "_considered_ns",
         "_delays",
         "_due",
         "_env",
@@ -200,6 +209,7 @@ class VirtualStream:
         "dead",
         "flow",
         "gates",
+        "has_line",
         "interfaces",
         "name",
         "number",
@@ -246,6 +256,7 @@ class VirtualStream:
         self._mss = there.mtu - tcp.header_bytes
         self._retime(there, back)
         self._paths = there, back
+        self.has_line = any(hop.queue is not None for hop in there.hops)
         self._ports = PortQueues(net, name, there, self._mss) if there.ports else None
         uses = self._uses()
         self.flow = Flow(self.number, uses, there.weight, inf) if uses else None
@@ -268,6 +279,8 @@ class VirtualStream:
         self._idle_since_ns = 0
         self._burst = 0
         """Bytes of the messages that have left since the stream was last idle."""
+        self._burst_began_ns = 0
+        self._considered_ns = -1
         self._due = 0
         if self.flow is not None:
             self.flow.bound = self._bound()
@@ -284,6 +297,7 @@ class VirtualStream:
         self.queued_bytes += message.size_bytes
         if len(queue) == 1:
             self._burst = 0
+            self._burst_began_ns = self._env.now_ns
             self._begin()
 
     def consumed(self, size_bytes: int) -> None:
@@ -371,6 +385,7 @@ class VirtualStream:
         elif Delays.on(there):
             self._delays = Delays(self._net, self.name, there, self._mss)
         self._paths = there, back
+        self.has_line = any(hop.queue is not None for hop in there.hops)
         if self._ports is not None:
             self._ports.follow(there)
         elif there.ports:
@@ -389,7 +404,17 @@ class VirtualStream:
         there, back = self._paths
         tcp, reverse = self._net.tcp, self.reverse
         rides = tcp.piggyback and reverse is not None and bool(reverse.queue)
-        return merged((there.uses, 1.0), (back.uses, 0.0 if rides else tcp.ack_share))
+        uses = merged((there.uses, 1.0), (back.uses, 0.0 if rides else tcp.ack_share))
+        return slowed(uses, there, back, self._rtt_s, self._net.sharing) if self.has_line else uses
+
+    def consider_acknowledgements(self) -> None:
+        """Adapt to what is in their way, at most once in an instant."""
+        if self.flow is None or self._considered_ns == self._env.now_ns:
+            return
+        uses = self._uses()
+        if uses != self.flow.uses:
+            self._considered_ns = self._env.now_ns
+            self._replace_flow(uses, self.flow.weight)
 
     def _replace_flow(self, uses: tuple[tuple[Resource, float], ...], weight: float) -> None:
         """Go on as another flow."""
@@ -540,7 +565,8 @@ class VirtualStream:
             self._burst += message.size_bytes
             exposed = message.size_bytes if message.exposed_bytes is None else message.exposed_bytes
             if exposed:
-                arrival += round(self._delays.draw_s(exposed, self._rtt_s, self.flow) * NS)
+                sending_s = (now - self._burst_began_ns) / NS
+                arrival += round(self._delays.draw_s(exposed, self._rtt_s, self.flow, sending_s, self._burst) * NS)
         if self._ports is not None:
             if self._delays is None:
                 self._burst += message.size_bytes

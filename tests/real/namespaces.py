@@ -222,6 +222,11 @@ class Machine:
             limits = ("burst", str(port.burst_bytes), "limit", str(port.queue_bytes))
             _shape((namespace, device), port.kbit, (*limits, *peak))
 
+    def control_congestion(self, control: str) -> None:
+        """Connections to the others have this congestion control."""
+        subnet = f"{self.ip.rpartition('.')[0]}.0/24"
+        ip("-n", self.namespace, "route", "change", subnet, "dev", "eth0", "src", self.ip, "congctl", control)
+
     @property
     def _cable(self) -> tuple[tuple[str, str], ...]:
         """Both ends: a namespace, and the device there."""

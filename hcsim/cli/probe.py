@@ -24,11 +24,12 @@ from hcsim.files import write_whole
 from hcsim.real.hardware import best_torch_device, check_torch_device
 from hcsim.real.interfaces import host_name, leads_out, list_interfaces
 from hcsim.twin.file import TwinFile
-from hcsim.twin.home import Fit, fitted, message_cost_s, predicted_s
+from hcsim.twin.home import Fit, fitted, predicted_s
 from hcsim.twin.links import Surveyed
 from hcsim.twin.machine import SHORTEST_HEAT_S, measure_machine, measured_between
 from hcsim.twin.meeting import survey_cluster
 from hcsim.twin.page import fastest_curves, page
+from hcsim.twin.quality import Survey, message_cost_s
 from hcsim.units import ByteRate, FlopRate
 
 _LOOK = "3 s"
@@ -85,10 +86,10 @@ def probe_cluster(
         screen.note("the members work on something meanwhile: this measures what their work leaves")
     machines = {name: _machine(twin, name, told) for name, told in zip(names, replies, strict=True)}
     costs_s = {name: message_cost_s(machine) for name, machine in machines.items()}
-    basis, home_name = measured_between(len(names)), _home_of(twin)
+    basis, homes = measured_between(len(names)), {node.name: node.home for node in twin.scenario.nodes}
 
     def put(found: Surveyed) -> Fit:
-        fit = fitted(found, names, costs_s, twin.scenario.tcp, basis, home_name)
+        fit = fitted(Survey(found, names, costs_s, twin.scenario.tcp, basis), homes)
         twin.put_links(fit, machines)
         return fit
 
@@ -122,10 +123,6 @@ def _table_name(name: str) -> str:
     return re.sub(r"[^A-Za-z0-9._-]", "-", name).lstrip("-._") or "node"
 
 
-def _home_of(twin: TwinFile) -> str:
-    return twin.scenario.nodes[0].home if twin.scenario.nodes else "home"
-
-
 def _machine(twin: TwinFile, name: str, told: StatusReply) -> Machine | str:
     """Return what is known of a member's machine: measured, or from the catalogue, or an estimate."""
     measured = twin.machine(name)
@@ -146,11 +143,12 @@ def _show_links(found: Surveyed, names: Sequence[str]) -> None:
         table.add_column(heading, justify="left" if heading in ("from", "to") else "right")
     both = {(flow.source, flow.target): flow for flow in found.flows if flow.kind == "both ways"}
     calls = {(each.source, each.target): each for each in found.calls}
+    loaded = {(each.source, each.target): each for each in found.sendings_of("alone")}
     for flow in found.flows:
         pair = flow.source, flow.target
         if flow.kind == "alone":
             trips_s = calls[pair].idle_s
-            loaded_s = calls[pair].loaded_s or trips_s
+            loaded_s = loaded[pair].trips_s or trips_s
             trips = (statistics.median(trips_s), _p90(trips_s), statistics.median(loaded_s))
             table.add_row(
                 names[flow.source], names[flow.target], _mbps(flow.rate_Bps), f"{flow.spread:.1%}",

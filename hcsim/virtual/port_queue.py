@@ -22,7 +22,6 @@ from __future__ import annotations
 from math import ceil, exp
 from random import Random
 
-from hcsim.config import Tcp
 from hcsim.rng import stream as random_stream
 from hcsim.virtual.links import Path
 from hcsim.virtual.network import FluidNetwork
@@ -42,6 +41,8 @@ class PortQueues:
         self._mss = mss
         self._weights = random_stream(net.seed, "weight", name)
         self._losses = random_stream(net.seed, "drop", name)
+        self.lost_segments = 0.0
+        """How many are dropped on average."""
         self.follow(path)
 
     def follow(self, path: Path) -> None:
@@ -64,14 +65,14 @@ class PortQueues:
         if size_bytes + self._net.burst_bytes(port, flow) <= held_bytes:
             return 0.0
         window = max(held_bytes / (others + 1) / self._mss, 2.0)
-        return _loss_delay_s(self._losses, self._net.tcp, window, ceil(size_bytes / self._mss)) * (
-            rtt_s + queue_bytes / port.capacity
-        )
+        packets, p = ceil(size_bytes / self._mss), min(LOSSES[self._net.tcp.congestion] / window**2, 0.5)
+        self.lost_segments += p * packets
+        return _round_trips(self._losses, p, window, packets) * (rtt_s + queue_bytes / port.capacity)
 
 
-def _loss_delay_s(rng: Random, tcp: Tcp, window: float, packets: int) -> int:
-    """Return how many round trips a message of so many packets takes longer."""
-    p = min(LOSSES[tcp.congestion] / window**2, 0.5)
+def _round_trips(rng: Random, p: float, window: float, packets: int) -> int:
+    """Return how many round trips a message of so many packets takes longer, of which each is lost with probability
+    p."""
     last = min(packets, round(window))
     tail = min(last, _TAIL_PACKETS)
     draw, kept_tail = rng.random(), (1.0 - p) ** tail

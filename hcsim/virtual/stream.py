@@ -25,7 +25,7 @@ import msgspec
 
 from hcsim.config import Tcp
 from hcsim.rng import stream as random_stream
-from hcsim.runtime.channel import EMPTY, Payload
+from hcsim.runtime.channel import EMPTY, Payload, SegmentCounts
 from hcsim.runtime.frame import Header
 from hcsim.telemetry.trace import Event
 from hcsim.virtual.environment import NS
@@ -104,13 +104,15 @@ class CongestionWindow:
 class Delays:
     """The extra delay of messages by jitter, loss and full queues."""
 
-    __slots__ = ("_jitter", "_jitter_s", "_loss", "_mss", "_net", "_packet_loss", "_queues")
+    __slots__ = ("_jitter", "_jitter_s", "_loss", "_mss", "_net", "_packet_loss", "_queues", "lost_segments")
 
     def __init__(self, net: FluidNetwork, name: str, path: Path, mss: int) -> None:
         self._net = net
         self._mss = mss
         self._jitter = random_stream(net.seed, "jitter", name)
         self._loss = random_stream(net.seed, "loss", name)
+        self.lost_segments = 0.0
+        """How many are lost on average, by the path's loss and by full queues."""
         self.follow(path)
 
     @staticmethod
@@ -136,12 +138,15 @@ class Delays:
             delay_s += self._retransmission_s(size_bytes, rtt_s)
         for resource, buffer_bytes in self._queues:
             if resource.capacity > 0.0 and self._net.sharing.is_full(resource):
-                delay_s += min(buffer_bytes, self._net.burst_bytes(resource, flow)) / resource.capacity
+                before_us = self._net.burst_bytes(resource, flow)
+                delay_s += min(buffer_bytes, before_us) / resource.capacity
+                self.lost_segments += before_us >= buffer_bytes
         return delay_s
 
     def _retransmission_s(self, size_bytes: int, rtt_s: float) -> float:
         """Return one RTT if a packet of the message is lost, a timeout if it is one of the last, else 0."""
         packets = ceil(size_bytes / self._mss)
+        self.lost_segments += self._packet_loss * packets
         tail = min(packets, TAIL_PACKETS)
         draw = self._loss.random()
         kept_tail = (1.0 - self._packet_loss) ** tail
@@ -206,6 +211,7 @@ class VirtualStream:
         "on_pushed_dead",
         "on_room",
         "outstanding",
+        "pushed_bytes",
         "queue",
         "queued_bytes",
         "reverse",
@@ -219,6 +225,8 @@ class VirtualStream:
         self.name = name
         self.queue: deque[StreamMessage] = deque()
         self.queued_bytes = 0
+        self.pushed_bytes = 0
+        """Of all messages so far."""
         self.outstanding = 0
         """Bytes that have arrived and are unread."""
         self.on_room: Callable[[], None] | None = None
@@ -282,6 +290,7 @@ class VirtualStream:
         queue = self.queue
         queue.append(message)
         self.queued_bytes += message.size_bytes
+        self.pushed_bytes += message.size_bytes
         if len(queue) == 1:
             self._burst = 0
             self._begin()
@@ -331,6 +340,12 @@ class VirtualStream:
             return 0.0
         left = self.queue[0].size_bytes - self._remaining
         return self._burst + left + self._rate * ((self._env.now_ns - self._changed_ns) / NS)
+
+    @property
+    def segments(self) -> SegmentCounts:
+        """What was sent, and what of it is lost on average."""
+        lost = (0.0 if each is None else each.lost_segments for each in (self._delays, self._ports))
+        return SegmentCounts(ceil(self.pushed_bytes / self._mss), round(sum(lost)))
 
     @property
     def unfinished(self) -> bool:

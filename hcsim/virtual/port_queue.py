@@ -41,6 +41,8 @@ class PortQueues:
         self._mss = mss
         self._weights = random_stream(net.seed, "weight", name)
         self._losses = random_stream(net.seed, "drop", name)
+        self.weight = 1.0
+        """Of the current transfer."""
         self.lost_segments = 0.0
         """How many are dropped on average."""
         self.follow(path)
@@ -49,9 +51,21 @@ class PortQueues:
         """Adapt to a change of the path."""
         self._ports = path.ports
 
-    def weight(self) -> float:
-        """Return the weight of the stream in its next transfer."""
-        return exp(SIGMA[self._net.tcp.congestion] * self._weights.gauss(0.0, 1.0))
+    def draw_weight(self) -> None:
+        """Draw the weight of the next transfer."""
+        self.weight = exp(SIGMA[self._net.tcp.congestion] * self._weights.gauss(0.0, 1.0))
+
+    def neighbours(self, flow: Flow | None) -> list[Flow]:
+        """Return the flows of others that send data through these ports, besides acknowledgements.
+
+        A stream that has its ports to itself takes no weight: that would only hold it back where its acknowledgements
+        go."""
+        return [
+            each
+            for port, _ in self._ports
+            for each, amount in self._net.sharing.started(port)
+            if amount == 1.0 and each is not flow
+        ]
 
     def draw_s(self, size_bytes: int, rtt_s: float, flow: Flow | None) -> float:
         """Return by how much losses delay the end of the next message."""

@@ -423,7 +423,13 @@ class VirtualStream:
     def _renew_flow(self) -> None:
         """Take another weight where the stream has to share a port with a queue, and see where acknowledgements go."""
         assert self.flow is not None
-        weight = self._paths[0].weight if self._ports is None else self._ports.weight()
+        weight = self._paths[0].weight
+        if self._ports is not None:
+            self._ports.draw_weight()
+            if neighbours := self._ports.neighbours(self.flow):
+                weight = self._ports.weight
+                for flow in neighbours:
+                    self._net.streams[flow.id].share_port()
         uses = self._uses()
         if uses != self.flow.uses or weight != self.flow.weight:
             self._replace_flow(uses, weight)
@@ -432,6 +438,11 @@ class VirtualStream:
             uses = reverse._uses()
             if uses != reverse.flow.uses:
                 reverse._replace_flow(uses, reverse.flow.weight)
+
+    def share_port(self) -> None:
+        """Take the weight that was drawn for this transfer: another stream sends through a port of this one."""
+        if self.flow is not None and self._ports is not None and self.flow.weight != self._ports.weight:
+            self._replace_flow(self.flow.uses, self._ports.weight)
 
     # The life of the message at the head of the queue.
 

@@ -34,8 +34,6 @@ _STALL_S, _STALL_SHARE = 0.05, 10.0
 _MIDDLE = (0.15, 0.75)
 """The part of a flow's time in which others at the same time go on for sure."""
 _SHORTEST_QUEUE_BYTES = 8 << 10
-_NOISE = 3.0
-"""A delay under load counts if it is so many times as large as idle round trips vary."""
 _OVERLOADED = 0.9
 """Two flows that together reach more than this share of their rates alone do not fill their target's port."""
 
@@ -167,7 +165,7 @@ def _at_once(found: Surveyed, sendings: Sequence[Sending]) -> list[Flow]:
 
 
 def _queue(survey: Survey, sendings: Sequence[Sending], drained_Bps: float) -> Queue | None:
-    waits_s, noises_s = [], []
+    waits_s, is_longer = [], False
     for each in sendings:
         idle_s = survey.idle_s(each.source, each.target)
         middle_s = statistics.median(idle_s)
@@ -175,12 +173,12 @@ def _queue(survey: Survey, sendings: Sequence[Sending], drained_Bps: float) -> Q
         loaded_s = each.trips_s[int(count * _MIDDLE[0]) : max(1, int(count * _MIDDLE[1]))]
         if loaded_s:
             waits_s.append(percentile(loaded_s, 90) - middle_s)
-            noises_s.append(percentile(idle_s, 90) - middle_s)
+            is_longer = is_longer or statistics.median(loaded_s) > percentile(idle_s, 90)
     if not waits_s:
         return None
     wait_s = statistics.median(waits_s)
     size_bytes = wait_s * drained_Bps
-    if wait_s < _NOISE * max(noises_s) or size_bytes < _SHORTEST_QUEUE_BYTES:
+    if not is_longer or size_bytes < _SHORTEST_QUEUE_BYTES:
         return None
     by_line = sum(pair_loss(survey.found, (each.source, each.target)) * each.segments for each in sendings)
     lost = sum(each.lost for each in sendings)

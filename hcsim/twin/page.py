@@ -250,12 +250,14 @@ def _links(twin: Scenario) -> list[str]:
                 _queued(medium.queue_bytes, medium.queue_basis) if isinstance(medium, Ethernet) else "–",
                 _basis(link.basis or medium.basis),
             ))  # fmt: skip
-    for line in twin.wan:
-        rows.append((
+    rows += [
+        (
             line.home, "line to the internet", f"{_amount(line.up_bps, 'b/s')} / {_amount(line.down_bps, 'b/s')}",
             _amount(line.latency_s, "s"), _amount(line.jitter_s, "s"), f"{line.loss:.2g}",
             _queued(line.buffer_bytes, line.buffer_basis), _basis(line.basis),
-        ))  # fmt: skip
+        )
+        for line in twin.wan
+    ]  # fmt: skip
     headings = ("", "medium", "line rate, there / back", "latency", "jitter", "loss", "queue", "where from")
     head = f"<tr>{''.join(f'<th>{heading}</th>' for heading in headings)}</tr>"
     body = "".join(

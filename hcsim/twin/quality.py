@@ -206,7 +206,9 @@ class Stalls(NamedTuple):
     number: int
     watched_s: float
     shortest_s: float
+    """The 10th percentile, as a lost message is late, too."""
     longest_s: float
+    """The 90th percentile."""
 
 
 def stalls_of(survey: Survey, pairs: Sequence[Pair]) -> Stalls:
@@ -226,4 +228,4 @@ def stalls_of(survey: Survey, pairs: Sequence[Pair]) -> Stalls:
     count = len(lasting_s) - round(explained)
     if count < 1:
         return Stalls(0, watched_s, 0.0, 0.0)
-    return Stalls(count, watched_s, min(lasting_s), max(lasting_s))
+    return Stalls(count, watched_s, percentile(lasting_s, 10), percentile(lasting_s, 90))

@@ -127,7 +127,8 @@ def probe_cluster(
     screen.note(f"written to {out}")
     if unknown := [name for name, machine in machines.items() if _is_estimate(machine)]:
         screen.note(
-            f"not measured yet: {', '.join(unknown)}; run `hcsim probe -o {out.name}` there, into a copy of the file"
+            f"not measured yet: {', '.join(unknown)}; run `hcsim probe -o {out.name}` there, into a copy of the file, or "
+            f"here with --hosts {','.join(unknown)}"
         )
 
 
@@ -152,8 +153,8 @@ def _is_estimate(machine: Machine | str) -> bool:
 def _show_links(found: Surveyed, names: Sequence[str]) -> None:
     """Show each pair alone and both ways, and what more than two machines carry at once."""
     rates, trips = (Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)) for _ in range(2))
-    _columns(rates, "alone", "spread", "both ways", "lost at half rate", "at full rate")
-    _columns(trips, "median", "p90", "p99", "at half rate", "at full rate, p90")
+    _columns(rates, "alone", "spread", "both ways", "lost, half", "lost, full")
+    _columns(trips, "median", "p90", "p99", "half", "full, p90")
     both = {(flow.source, flow.target): flow for flow in found.flows if flow.kind == "both ways"}
     idle = {(each.source, each.target): each.idle_s for each in found.calls}
     full, half = ({(each.source, each.target): each for each in found.sendings_of(kind)} for kind in ("alone", "paced"))
@@ -171,9 +172,9 @@ def _show_links(found: Surveyed, names: Sequence[str]) -> None:
                 percentile(full[pair].trips_s or idle[pair], 90),
             ]
             trips.add_row(*ends, *map(screen.duration, seconds))
-    screen.say("Mb/s of data in messages, and the share of segments that were sent again")
+    screen.say("Mb/s of data in messages, and the share of segments lost by a flow at half and at full rate")
     screen.show(rates)
-    screen.say("round trips of small messages, idle and while data are sent")
+    screen.say("round trips of small messages, idle and while data are sent at half and at full rate")
     screen.show(trips)
     for step in sorted({flow.step for flow in found.flows if flow.kind in ("two into one", "all")}):
         at_once = [flow for flow in found.flows if flow.step == step]

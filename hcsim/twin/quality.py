@@ -117,7 +117,8 @@ def most_loss(found: Surveyed, pair: Pair) -> float | None:
 def losses(found: Surveyed, shares: Mapping[Pair, Mapping[str, float]]) -> dict[str, float]:
     """Return the loss of each medium and line. `shares` tells how much of its loss each adds to that of a pair.
 
-    It is the least-squares solution over all directions, each weighted by its segments."""
+    It is the least-squares solution over all directions, each weighted by its segments. What stands for less than a
+    segment is none."""
     names = sorted({name for each in shares.values() for name in each})
     counted: dict[Pair, tuple[int, int]] = {}
     for each in found.sendings_of("paced"):
@@ -130,7 +131,11 @@ def losses(found: Surveyed, shares: Mapping[Pair, Mapping[str, float]]) -> dict[
     rows = np.array([[shares[pair].get(name, 0.0) for name in names] for pair in counted])
     lost = np.array([lost / sent for sent, lost in counted.values()])
     solved = np.linalg.lstsq(rows * weights[:, None], lost * weights, rcond=None)[0]
-    return {name: max(float(each), 0.0) for name, each in zip(names, solved, strict=True)}
+    passed = rows.T @ [sent for sent, _ in counted.values()]
+    return {
+        name: float(each) if each * count >= 1.0 else 0.0
+        for name, each, count in zip(names, solved, passed, strict=True)
+    }
 
 
 class Queue(NamedTuple):

@@ -79,4 +79,5 @@ def test_the_loss_of_a_line_is_found(tmp_path: Path) -> None:
             machine.shape(Port(KBIT, QUEUE_BYTES))
             machine.lose_share(LOSS)
         [switch] = probed(cluster, tmp_path).media
+    assert isinstance(switch, Ethernet)
     assert switch.loss == pytest.approx(LOSS, rel=0.6)  # some twenty of four thousand segments

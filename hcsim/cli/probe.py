@@ -127,8 +127,8 @@ def probe_cluster(
     screen.note(f"written to {out}")
     if unknown := [name for name, machine in machines.items() if _is_estimate(machine)]:
         screen.note(
-            f"not measured yet: {', '.join(unknown)}; run `hcsim probe -o {out.name}` there, into a copy of the file, or "
-            f"here with --hosts {','.join(unknown)}"
+            f"not measured yet: {', '.join(unknown)}; run `hcsim probe -o {out.name}` there, into a copy of the file, "
+            f"or here with --hosts {','.join(unknown)}"
         )
 
 

@@ -156,6 +156,11 @@ def probe(
     ] = False,
     name: Annotated[str | None, typer.Option(help="With --cluster: what this machine calls it.")] = None,
     peer: Annotated[list[str] | None, typer.Option(help="With --cluster: host or host:port of a member.")] = None,
+    hosts: Annotated[
+        list[str] | None, typer.Option(help="Measure these machines too, through ssh: A,B,… or a hostfile.")
+    ] = None,
+    program: Annotated[str, typer.Option(help="What hcsim is called on the other machines.")] = "hcsim",
+    member: Annotated[bool, typer.Option("--member", hidden=True)] = False,
     report: Annotated[
         Path | None, typer.Option(help="Write a page that shows the twin beside the catalogue, as HTML.")
     ] = None,
@@ -167,10 +172,17 @@ def probe(
         from hcsim.cli.request import only
 
         if of_cluster:
-            only("without --cluster", {"--device": None if device == "auto" else device, "--minutes": minutes or None})
+            given = {"--device": None if device == "auto" else device, "--minutes": minutes or None, "--hosts": hosts}
+            only("without --cluster", given)
             work.probe_cluster(out, cluster.home(), name or CLUSTER, peer or (), report, as_json=json)
+        elif member:
+            from hcsim.cli.probe_hosts import print_probed
+
+            print_probed(device, minutes)
         else:
             only("with --cluster", {"--name": name, "--peer": peer})
+            if hosts:
+                work.probe_others(out, hosts, device, minutes, program)
             work.probe(out, device, minutes, report, as_json=json)
 
 

@@ -16,19 +16,21 @@ from rich.table import Table
 
 from hcsim.cli import screen
 from hcsim.cli.membership import by_seniority, find_members
+from hcsim.cli.probe_hosts import probe_hosts
 from hcsim.cluster.messages import StatusReply
-from hcsim.config import CATALOGUE
+from hcsim.config import CATALOGUE, Ethernet, Wifi
 from hcsim.config.machine import BY_FLOPS, Basis, Machine
 from hcsim.errors import ConfigError, HcsimError
 from hcsim.files import write_whole
 from hcsim.real.hardware import best_torch_device, check_torch_device
 from hcsim.real.interfaces import host_name, leads_out, list_interfaces
 from hcsim.twin.file import TwinFile
-from hcsim.twin.home import Fit, fitted, message_cost_s, predicted_s
-from hcsim.twin.links import Surveyed
+from hcsim.twin.home import Fit, fitted, predicted_s
+from hcsim.twin.links import Sending, Surveyed
 from hcsim.twin.machine import SHORTEST_HEAT_S, measure_machine, measured_between
 from hcsim.twin.meeting import survey_cluster
 from hcsim.twin.page import fastest_curves, page
+from hcsim.twin.quality import FEWEST_LOST, Survey, message_cost_s, percentile
 from hcsim.units import ByteRate, FlopRate
 
 _LOOK = "3 s"
@@ -42,8 +44,7 @@ _UNKNOWN = Machine(
 
 def probe(out: Path, device: str, minutes: float, report: Path | None, *, as_json: bool) -> None:
     """Measure this machine and put it into the twin, part by part."""
-    if 0 < 60 * minutes < SHORTEST_HEAT_S:
-        raise ConfigError(f"--minutes {minutes:g}: a machine grows hot in {SHORTEST_HEAT_S / 60:g} min at least")
+    _check_minutes(minutes)
     check_torch_device(device)
     _check_report(report)
     device = best_torch_device() if device == "auto" else device
@@ -68,6 +69,18 @@ def probe(out: Path, device: str, minutes: float, report: Path | None, *, as_jso
         screen.note(f"written to {out}: try `hcsim run {out} --task digits --steps 20`")
 
 
+def probe_others(out: Path, hosts: Sequence[str], device: str, minutes: float, program: str) -> None:
+    """Have other machines measure themselves, and put them into the twin."""
+    _check_minutes(minutes)
+    check_torch_device(device)
+    probe_hosts(TwinFile(out), hosts, device, minutes, program)
+
+
+def _check_minutes(minutes: float) -> None:
+    if 0 < 60 * minutes < SHORTEST_HEAT_S:
+        raise ConfigError(f"--minutes {minutes:g}: a machine grows hot in {SHORTEST_HEAT_S / 60:g} min at least")
+
+
 def probe_cluster(
     out: Path, home: Path, cluster: str, peers: Sequence[str], report: Path | None, *, as_json: bool
 ) -> None:
@@ -85,10 +98,10 @@ def probe_cluster(
         screen.note("the members work on something meanwhile: this measures what their work leaves")
     machines = {name: _machine(twin, name, told) for name, told in zip(names, replies, strict=True)}
     costs_s = {name: message_cost_s(machine) for name, machine in machines.items()}
-    basis, home_name = measured_between(len(names)), _home_of(twin)
+    basis, homes = measured_between(len(names)), {node.name: node.home for node in twin.scenario.nodes}
 
     def put(found: Surveyed) -> Fit:
-        fit = fitted(found, names, costs_s, twin.scenario.tcp, basis, home_name)
+        fit = fitted(Survey(found, names, costs_s, twin.scenario.tcp, basis), homes)
         twin.put_links(fit, machines)
         return fit
 
@@ -103,6 +116,7 @@ def probe_cluster(
         sys.stdout.write(msgspec.json.format(msgspec.json.encode(data)).decode() + "\n")
         return
     _show_links(found, names)
+    _show_media(fit)
     for note in fit.notes:
         screen.say(note)
     size = screen.size(found.held_out_bytes)
@@ -113,17 +127,14 @@ def probe_cluster(
     screen.note(f"written to {out}")
     if unknown := [name for name, machine in machines.items() if _is_estimate(machine)]:
         screen.note(
-            f"not measured yet: {', '.join(unknown)}; run `hcsim probe -o {out.name}` there, into a copy of the file"
+            f"not measured yet: {', '.join(unknown)}; run `hcsim probe -o {out.name}` there, into a copy of the file, "
+            f"or here with --hosts {','.join(unknown)}"
         )
 
 
 def _table_name(name: str) -> str:
     """Return a name that the tables of a scenario can have."""
     return re.sub(r"[^A-Za-z0-9._-]", "-", name).lstrip("-._") or "node"
-
-
-def _home_of(twin: TwinFile) -> str:
-    return twin.scenario.nodes[0].home if twin.scenario.nodes else "home"
 
 
 def _machine(twin: TwinFile, name: str, told: StatusReply) -> Machine | str:
@@ -141,31 +152,70 @@ def _is_estimate(machine: Machine | str) -> bool:
 
 def _show_links(found: Surveyed, names: Sequence[str]) -> None:
     """Show each pair alone and both ways, and what more than two machines carry at once."""
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for heading in ("from", "to", "alone", "spread", "both ways", "round trip", "p90", "loaded"):
-        table.add_column(heading, justify="left" if heading in ("from", "to") else "right")
+    rates, trips = (Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)) for _ in range(2))
+    _columns(rates, "alone", "spread", "both ways", "lost, half", "lost, full")
+    _columns(trips, "median", "p90", "p99", "half", "full, p90")
     both = {(flow.source, flow.target): flow for flow in found.flows if flow.kind == "both ways"}
-    calls = {(each.source, each.target): each for each in found.calls}
+    idle = {(each.source, each.target): each.idle_s for each in found.calls}
+    full, half = ({(each.source, each.target): each for each in found.sendings_of(kind)} for kind in ("alone", "paced"))
     for flow in found.flows:
         pair = flow.source, flow.target
         if flow.kind == "alone":
-            trips_s = calls[pair].idle_s
-            loaded_s = calls[pair].loaded_s or trips_s
-            trips = (statistics.median(trips_s), _p90(trips_s), statistics.median(loaded_s))
-            table.add_row(
-                names[flow.source], names[flow.target], _mbps(flow.rate_Bps), f"{flow.spread:.1%}",
-                _mbps(both[pair].rate_Bps), *map(screen.duration, trips),
+            ends = names[flow.source], names[flow.target]
+            rates.add_row(
+                *ends, _mbps(flow.rate_Bps), f"{flow.spread:.1%}", _mbps(both[pair].rate_Bps),
+                _lost(half[pair]), _lost(full[pair]),
             )  # fmt: skip
-    screen.say("Mb/s of data in messages, and round trips of small messages, idle and while data are sent")
-    screen.show(table)
+            seconds = [percentile(idle[pair], percent) for percent in (50, 90, 99)]
+            seconds += [
+                percentile(half[pair].trips_s or idle[pair], 50),
+                percentile(full[pair].trips_s or idle[pair], 90),
+            ]
+            trips.add_row(*ends, *map(screen.duration, seconds))
+    screen.say("Mb/s of data in messages, and the share of segments lost by a flow at half and at full rate")
+    screen.show(rates)
+    screen.say("round trips of small messages, idle and while data are sent at half and at full rate")
+    screen.show(trips)
     for step in sorted({flow.step for flow in found.flows if flow.kind in ("two into one", "all")}):
         at_once = [flow for flow in found.flows if flow.step == step]
         flows = ", ".join(f"{names[each.source]} → {names[each.target]} {_mbps(each.rate_Bps)}" for each in at_once)
         screen.say(f"{at_once[0].kind}: {flows}")
 
 
-def _p90(samples: Sequence[float]) -> float:
-    return statistics.quantiles(samples, n=10, method="inclusive")[-1]
+def _columns(table: Table, *headings: str) -> None:
+    for heading in ("from", "to", *headings):
+        table.add_column(heading, justify="left" if heading in ("from", "to") else "right")
+
+
+def _lost(sending: Sending) -> str:
+    """Return the share of segments that were lost; where few were, what it is below (95 %)."""
+    if not sending.segments:
+        return "–"
+    few = sending.lost < FEWEST_LOST
+    return f"{'< ' if few else ''}{(3 if few else sending.lost) / sending.segments:.1g}".replace("e-0", "e-")
+
+
+def _show_media(fit: Fit) -> None:
+    """Show what followed for each medium and line."""
+    for medium in fit.media:
+        if isinstance(medium, Ethernet | Wifi):
+            told = [f"latency {screen.duration(medium.latency_s)}", f"jitter {screen.duration(medium.jitter_s)}"]
+            told.append(f"loss {medium.loss:.2g}")
+            if isinstance(medium, Ethernet) and medium.queue_bytes:
+                told.append(_queued("queue", medium.queue_bytes, medium.queue_basis))
+            screen.say(f"{medium.name} in {medium.home}: {', '.join(told)}")
+    for line in fit.wan:
+        told = [f"up {_mbps(line.up_bps / 8)}, down {_mbps(line.down_bps / 8)} Mb/s"]
+        told += [f"latency {screen.duration(line.latency_s)}", f"jitter {screen.duration(line.jitter_s)}"]
+        told.append(f"loss {line.loss:.2g}")
+        if line.buffer_bytes:
+            told.append(_queued("buffer", line.buffer_bytes, line.buffer_basis))
+        screen.say(f"line of {line.home}: {', '.join(told)}")
+
+
+def _queued(what: str, size_bytes: int, basis: Basis | None) -> str:
+    at_least = "at least " if basis is not None and basis.kind == "estimated" else ""
+    return f"{what} {at_least}{screen.size(size_bytes)}"
 
 
 def _mbps(rate_Bps: float) -> str:

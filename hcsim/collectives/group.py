@@ -43,7 +43,7 @@ from hcsim.collectives.scheduler import CollectiveRequest, Handle, MessageReques
 from hcsim.collectives.select import Options, whole_number
 from hcsim.collectives.startup import measure_links
 from hcsim.errors import CollectiveError, HcsimError, RemoteProtocolError, UsageError
-from hcsim.runtime.channel import Listener, Phantom
+from hcsim.runtime.channel import Listener, Phantom, SegmentCounts
 from hcsim.runtime.frame import HEADER_BYTES
 from hcsim.runtime.host import Host
 from hcsim.transport.groups import GroupListener, GroupMembership
@@ -153,6 +153,13 @@ class Group:
     def ends(self) -> dict[int, tuple[str, str]]:
         """The local and the remote address of each open link, by rank."""
         return {rank: link.channels[0].ends for rank, link in self._domain.mesh.links.items()}
+
+    def segments_to(self, rank: int) -> SegmentCounts | None:
+        """What was sent to a rank over its open link, and what of it was lost; None if the carrier does not tell."""
+        link = self._domain.mesh.links.get(rank)
+        told = [] if link is None else [channel.segments for channel in link.channels]
+        known = [each for each in told if each is not None]
+        return SegmentCounts(*map(sum, zip(*known, strict=True))) if known and len(known) == len(told) else None
 
     @property
     def carriers(self) -> tuple[str, ...]:

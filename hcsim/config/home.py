@@ -29,6 +29,8 @@ class Ethernet(Table, frozen=True, tag_field="kind", tag="ethernet"):
     queue_bytes: PositiveBytes | None = None
     """The buffer of each port of the switch. Connections that fill it lose packets and share the port unequally; None:
     they share it equally, and lose nothing."""
+    queue_basis: Basis | None = None
+    """Where the queue's size comes from, if not from where the other figures do."""
     basis: Basis | None = None
     """Where its figures come from, if the file says so."""
 
@@ -130,6 +132,9 @@ class Wan(Table, frozen=True):
     """The queue in front of the line. When full, it adds buffer / rate to the round trip."""
     tunnel: Tunnel | None = None
     mtu: Mtu = 1500
+    buffer_basis: Basis | None = None
+    """Where the buffer's size comes from, if not from where the other figures do."""
+    basis: Basis | None = None
 
     @property
     def ways(self) -> dict[str, tuple[str, ...]]:

@@ -47,6 +47,7 @@ class MessageChannel:
     """A channel over a pipe, which it owns."""
 
     outlet = None
+    segments = None
 
     def __init__(self, pipe: MessagePipe, peer: str) -> None:
         self._pipe = pipe

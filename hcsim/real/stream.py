@@ -23,7 +23,7 @@ from typing import Protocol, TypeAlias
 
 from hcsim.errors import UsageError
 from hcsim.real.sockets import SocketReadiness
-from hcsim.runtime.channel import Fold, Outlet, Payload, Phantom
+from hcsim.runtime.channel import Fold, Outlet, Payload, Phantom, SegmentCounts
 from hcsim.runtime.frame import Header
 
 WOULD_BLOCK = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
@@ -96,6 +96,9 @@ class Stream(Protocol):
 
     def finish(self) -> None:
         """Signal the end of the data written."""
+
+    def segments(self) -> SegmentCounts | None:
+        """Return what the system has sent and lost; None if it does not tell, or has closed the stream."""
 
     def undelivered_bytes(self) -> int:
         """Return how much of the data written could still be lost by a close; input is discarded.

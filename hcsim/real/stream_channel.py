@@ -33,7 +33,7 @@ from hcsim.real.stream import (
     close_when_delivered,
     room_for,
 )
-from hcsim.runtime.channel import EMPTY, REST_S, Fold, Landed, Outlet, Payload, Place
+from hcsim.runtime.channel import EMPTY, REST_S, Fold, Landed, Outlet, Payload, Place, SegmentCounts
 from hcsim.runtime.frame import HEADER_BYTES, Header, decode_header, encode_header
 
 _LARGE_BYTES = 64 * 1024
@@ -101,6 +101,10 @@ class StreamChannel:
     @property
     def ends(self) -> tuple[str, str]:
         return self.stream.ends
+
+    @property
+    def segments(self) -> SegmentCounts | None:
+        return self.stream.segments()
 
     @property
     def binding(self) -> bytes:

@@ -12,7 +12,8 @@ from contextlib import suppress
 
 from hcsim.real.sockets import SocketReadiness, own
 from hcsim.real.stream import Forwarder, Parts
-from hcsim.runtime.channel import Fold
+from hcsim.real.tcp_info import segment_counts
+from hcsim.runtime.channel import Fold, SegmentCounts
 
 try:
     from hcsim.real.folding import receive_sum
@@ -58,6 +59,9 @@ class _SocketStream:
     def finish(self) -> None:
         with suppress(OSError):  # the peer may have been faster
             self._sock.shutdown(socket.SHUT_WR)
+
+    def segments(self) -> SegmentCounts | None:
+        return segment_counts(self._sock)
 
     def undelivered_bytes(self) -> int:
         return 0 if self._discard_input() else _unacknowledged_bytes(self._sock)

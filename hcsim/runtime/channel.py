@@ -98,6 +98,16 @@ future has an effect."""
 Landed: TypeAlias = Callable[[Header, Payload], None]
 """Called with each received frame."""
 
+
+class SegmentCounts(NamedTuple):
+    """What the transport beneath a channel has sent since the channel was opened."""
+
+    sent: int
+    """Segments, with those that were sent again."""
+    lost: int
+    """Segments that were sent again because they did not arrive, as far as the transport knows."""
+
+
 EMPTY = memoryview(b"")
 REST_S = 0.25
 """How long a cancelled send waits for the rest of its frame to be sent."""
@@ -125,6 +135,10 @@ class Channel(Protocol):
     def ends(self) -> tuple[str, str]:
         """The addresses of both ends, the local one first, without ports; they show which interfaces the channel
         uses. Empty if the carrier does not tell."""
+
+    @property
+    def segments(self) -> SegmentCounts | None:
+        """What the carrier has sent and lost; None if it does not tell."""
 
     @property
     def binding(self) -> bytes:

@@ -43,7 +43,7 @@ from hcsim.identity.handshake import (
     read_hello,
 )
 from hcsim.identity.trust_list import RefusalReason, told
-from hcsim.runtime.channel import Channel, Listener, Phantom
+from hcsim.runtime.channel import Channel, Listener, Phantom, SegmentCounts
 from hcsim.runtime.frame import Header, Kind
 from hcsim.runtime.host import CONNECT_TIMEOUT_S, Host, Lan, PeerCheck, Store
 from hcsim.transport.admission_queue import AdmissionQueue, FailureBackoff
@@ -106,6 +106,10 @@ class AdmittedChannel:
         self.recv = inner.recv
         self.pump = inner.pump
         self.limit = inner.limit
+
+    @property
+    def segments(self) -> SegmentCounts | None:
+        return self._inner.segments
 
     def __repr__(self) -> str:
         return f"<{self._inner!r} to node {self.identity}>"

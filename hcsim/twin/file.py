@@ -16,7 +16,7 @@ from typing import NamedTuple, TypeVar
 import msgspec
 from msgspec.structs import replace
 
-from hcsim.config import AnyMedium, Ethernet, Scenario, Wifi, load_scenario, parse_scenario, write_scenario
+from hcsim.config import AnyMedium, Ethernet, Scenario, Thunderbolt, Wifi, load_scenario, parse_scenario, write_scenario
 from hcsim.config.check import complete
 from hcsim.config.file import write_table
 from hcsim.config.machine import Basis, Machine
@@ -30,6 +30,8 @@ from hcsim.units import BitRate
 _HEADER = re.compile(r"(?:^[ \t]*#[^\n]*\n)*^[ \t]*\[\[?[ \t]*(?P<root>[A-Za-z0-9_-]+)[ \t]*\]\]?", re.MULTILINE)
 """The header of a table of the root, with the comments above it."""
 _ORDER = ("medium", "wan", "machine", "node", "tcp", "cluster", "training", "job", "fault")
+_KEYS = {"wan": "home"}
+"""What tells tables of a kind apart, where it is not their name."""
 _USUAL_BPS = 1e9
 _FILE_COMMENT = """\
 # The twin of a home: what was measured of its machines and of the network between them. It is a scenario for
@@ -76,17 +78,21 @@ class TwinFile:
         machine."""
         scenario, nodes, media, tables = self.scenario, self.scenario.nodes, self.scenario.media, self.scenario.machines
         known = {node.name: node for node in nodes}
+        elsewhere = {medium.name: medium.home for medium in media if not isinstance(medium, Thunderbolt)}
         replaced = [medium.name for medium in media if medium.basis is not None and medium.basis.kind == "estimated"]
         replaced += [medium.name for medium in fit.media]
         for name, links in fit.links.items():
-            node = known.get(name) or Node(name, machines[name])
-            others = tuple(link for link in node.links if link.medium not in replaced)
-            nodes = _put(nodes, replace(node, links=(*others, *links)))
+            node, home = known.get(name) or Node(name, machines[name]), fit.homes[name]
+            others = tuple(
+                link for link in node.links if link.medium not in replaced and elsewhere.get(link.medium, home) == home
+            )
+            nodes = _put(nodes, replace(node, home=home, links=(*others, *links)))
             if isinstance(node.machine, Machine):
                 tables = _put(tables, node.machine)
         for medium in fit.media:
             media = _put(media, medium)
-        self.save(replace(scenario, media=media, machines=tables, nodes=nodes))
+        lines = {**{line.home: line for line in scenario.wan}, **{line.home: line for line in fit.wan}}
+        self.save(replace(scenario, media=media, wan=tuple(lines.values()), machines=tables, nodes=nodes))
 
     def save(self, scenario: Scenario) -> None:
         """Write what has changed."""
@@ -162,7 +168,7 @@ def _pieces(text: str) -> list[_Piece]:
     for match, (start, end) in zip(headers, pairwise([*starts, len(text)]), strict=True):
         try:
             [table] = msgspec.toml.decode(text[start:end], type=dict[str, list[dict[str, object]]])[match["root"]]
-            name = str(table.get("name", ""))
+            name = str(table.get(_KEYS.get(match["root"], "name"), ""))
         except (msgspec.DecodeError, msgspec.ValidationError, ValueError, KeyError):
             name = ""
         pieces.append(_Piece(match["root"], name, text[start:end]))
@@ -176,6 +182,7 @@ def _updated(text: str, before: Scenario, after: Scenario) -> str:
         pieces[0] = pieces[0]._replace(text=f"twin = {after.twin}\n{pieces[0].text}")
     changes = [
         *(("medium", each.name, each) for each in after.media if each not in before.media),
+        *(("wan", each.home, each) for each in after.wan if each not in before.wan),
         *(("machine", each.name, each) for each in after.machines if each not in before.machines),
         *(("node", each.name, _naming(each, after)) for each in after.nodes if _naming(each, after) not in
           [_naming(known, before) for known in before.nodes]),

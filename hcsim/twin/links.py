@@ -11,6 +11,10 @@ bursts; what arrives in its first half does not count, and it is repeated, longe
 Of flows at the same time, one may end before the others, which are then faster. All are sent as many bytes as they
 would take the same time alone. Whoever is last takes no less than the sum of all over the shared capacity, so in the
 first half of each flow's own time all others go on: only that counts, less its beginning.
+
+The sender also notes how many segments were lost, and the round trips of small messages meanwhile. After its flow
+alone it sends at half of the rate that it found: what is lost then, no full queue has dropped. Two flows into one
+machine fill the queue of its port, and round trips then show how long that is.
 """
 
 from __future__ import annotations
@@ -27,6 +31,7 @@ import numpy.typing as npt
 
 from hcsim.collectives.group import Group
 from hcsim.errors import RemoteProtocolError
+from hcsim.runtime.channel import SegmentCounts
 from hcsim.runtime.clock import Clock
 
 KIB = 1024
@@ -42,11 +47,19 @@ _STEADY = 0.03
 """A rate that changes by less from one quarter of a flow to the next has settled."""
 _LONGER = 2
 """Repeats of a flow whose rate has not settled, each twice as long."""
+_LONG_ENOUGH_SHARE = 0.5
+"""A flow that takes less than this share of its time, since the rough rate was that of a beginning, is repeated too."""
 _CALL_EVERY_S = 0.01
+_IDLE_EVERY_S = 5e-3
+_CALLED = ("alone", "paced", "two into one")
+"""The kinds of flows during which there are round trips."""
+_PACED_SHARE, _PACED_EVERY_S, _SMALLEST_PACED = 0.5, 2e-3, 4 * KIB
+"""A paced flow takes this share of the rate, in pieces that do not fill a queue."""
 _HELD_OUT_S, _HELD_OUT_REPEATS = 1.0, 5
 
 Bytes8: TypeAlias = npt.NDArray[np.uint8]
 Kind: TypeAlias = Literal["alone", "both ways", "two into one", "all"]
+SendingKind: TypeAlias = Literal["alone", "paced", "both ways", "two into one", "all"]
 
 
 class Pace(msgspec.Struct, frozen=True):
@@ -54,7 +67,8 @@ class Pace(msgspec.Struct, frozen=True):
 
     alone_s: float = 1.5
     together_s: float = 1.0
-    calls: int = 40
+    paced_s: float = 1.0
+    calls: int = 100
     """Round trips while nothing else is sent."""
     most_bytes: int = 4 << 30
     """Of a flow."""
@@ -82,8 +96,23 @@ class Calls(msgspec.Struct, frozen=True):
     source: int
     target: int
     idle_s: tuple[float, ...]
-    loaded_s: tuple[float, ...] = ()
-    """While the source sends to the target as fast as it can."""
+    lasted_s: float = 0.0
+    """Of all together."""
+
+
+class Sending(msgspec.Struct, frozen=True):
+    """What the sender of a flow saw."""
+
+    kind: SendingKind
+    step: int
+    source: int
+    target: int
+    trips_s: tuple[float, ...] = ()
+    """The round trips of small messages meanwhile."""
+    lasted_s: float = 0.0
+    segments: int = 0
+    """Sent meanwhile; 0 if the system does not tell."""
+    lost: int = 0
 
 
 class Surveyed(msgspec.Struct, frozen=True):
@@ -91,6 +120,7 @@ class Surveyed(msgspec.Struct, frozen=True):
 
     flows: tuple[Flow, ...] = ()
     calls: tuple[Calls, ...] = ()
+    sendings: tuple[Sending, ...] = ()
     held_out_bytes: int = 0
     """The size of an all-reduce that the figures of the links do not rest on."""
     held_out_s: tuple[float, ...] = ()
@@ -104,6 +134,10 @@ class Surveyed(msgspec.Struct, frozen=True):
             flow.rate_Bps for flow in self.flows if (flow.kind, flow.source, flow.target) == ("alone", source, target)
         )
 
+    def sendings_of(self, kind: SendingKind) -> tuple[Sending, ...]:
+        """Return what the senders of all flows of a kind saw."""
+        return tuple(sending for sending in self.sendings if sending.kind == kind)
+
     def media_of(self, rank: int, other: int) -> str:
         """Return the medium of the rank's interface to another one; empty if it is not known."""
         return next((medium for one, two, medium in self.media if (one, two) == (rank, other)), "")
@@ -114,10 +148,11 @@ def joined(parts: Sequence[Surveyed]) -> Surveyed:
     slowest = [max(times) for times in zip(*(part.held_out_s for part in parts), strict=True)]
     flows = (flow for part in parts for flow in part.flows)
     calls = (call for part in parts for call in part.calls)
+    sendings = (sending for part in parts for sending in part.sendings)
     size_bytes = max(part.held_out_bytes for part in parts)
     media = (each for part in parts for each in part.media)
     in_order = sorted(flows, key=lambda flow: (flow.step, flow.source, flow.target))
-    return Surveyed(tuple(in_order), tuple(calls), size_bytes, tuple(slowest), tuple(media))
+    return Surveyed(tuple(in_order), tuple(calls), tuple(sendings), size_bytes, tuple(slowest), tuple(media))
 
 
 class _Step(msgspec.Struct, frozen=True):
@@ -146,25 +181,15 @@ async def survey(
     """Measure all links between the ranks of the two groups, which have the same ranks. Every rank has to call it.
 
     `part` is called when what the media follow from has been measured."""
-    pace = pace or Pace()
-    found: list[Flow] = []
-    called: list[Calls] = []
-    known: dict[tuple[int, int], float] = {}
-    """The rates that this rank knows, of flows from and to it."""
+    measuring = _Measuring(flows, calls, pace or Pace())
     steps = steps_of(flows.size)
     for number, step in enumerate(steps):
         if step.kind == "two into one" and steps[number - 1].kind == "both ways":
-            part(Surveyed(tuple(found), tuple(called)))
+            part(measuring.found)
         tell(f"step {number + 1} of {len(steps)}: {_words(step)}")
         await calls.barrier()
-        work = []
-        for source, target in step.pairs:
-            if flows.rank == source:
-                work.append(_send(flows, calls, step, target, known, pace, called))
-            elif flows.rank == target:
-                work.append(_receive(flows, calls, step, number, source, known, pace, found))
-        await asyncio.gather(*work)
-    return Surveyed(tuple(found), tuple(called))
+        await measuring.do(number, step)
+    return measuring.found
 
 
 async def held_out(flows: Group, found: Surveyed) -> Surveyed:
@@ -191,71 +216,150 @@ def _words(step: _Step) -> str:
     return f"{step.kind}, {', '.join(f'{source} → {target}' for source, target in step.pairs)}"
 
 
-async def _send(
-    flows: Group,
-    calls: Group,
-    step: _Step,
-    target: int,
-    known: dict[tuple[int, int], float],
-    pace: Pace,
-    called: list[Calls],
-) -> None:
-    pair = flows.rank, target
-    if step.kind != "alone":
-        await _send_chunks(flows, target, *_chunks(known[pair], pace.together_s, pace.most_bytes))
-        return
-    idle_s = [await _call(calls, target) for _ in range(pace.calls)]
-    rough_Bps = await _rough_Bps(flows, target)
-    loaded_s: list[float] = []
-    lasts_s, again = pace.alone_s, True
-    while again:
-        plan = _chunks(rough_Bps, lasts_s, pace.most_bytes)
-        await flows.send(np.array(plan, np.int64), target, tag=_TURN)
-        sending = flows.host.spawn(_send_chunks(flows, target, *plan), name="a flow")
-        while not sending.done():
-            loaded_s.append(await _call(calls, target))
-            await flows.host.clock.sleep(_CALL_EVERY_S)
-        await sending
-        answer = np.zeros(2)
-        await flows.recv(answer, target, tag=_TURN)
-        again, rough_Bps, lasts_s = bool(answer[0]), float(answer[1]), 2 * lasts_s
-    known[pair] = rough_Bps
-    await calls.send(np.array([_STOP], np.uint8), target)
-    called.append(Calls(*pair, tuple(idle_s), tuple(loaded_s)))
+class _Measuring:
+    """One rank's part of all steps."""
 
+    def __init__(self, flows: Group, calls: Group, pace: Pace) -> None:
+        self._flows = flows
+        self._calls = calls
+        self._pace = pace
+        self._clock: Clock = flows.host.clock
+        self._known: dict[tuple[int, int], float] = {}
+        """The rates that this rank knows, of flows from and to it."""
+        self.found = Surveyed()
 
-async def _receive(
-    flows: Group,
-    calls: Group,
-    step: _Step,
-    number: int,
-    source: int,
-    known: dict[tuple[int, int], float],
-    pace: Pace,
-    found: list[Flow],
-) -> None:
-    pair = source, flows.rank
-    if step.kind != "alone":
-        chunk, count = _chunks(known[pair], pace.together_s, pace.most_bytes)
-        arrivals_s = await _receive_chunks(flows, source, chunk, count)
-        rate_Bps, spread, _ = _settled(arrivals_s, chunk, 0.15, 0.5)
-        found.append(Flow(step.kind, number, *pair, rate_Bps, spread, True))
-        return
-    answering = calls.host.spawn(_answer(calls, source), name="answer calls")
-    await _answer_bursts(flows, source)
-    again, turn = True, 0
-    while again:
+    async def do(self, number: int, step: _Step) -> None:
+        work = []
+        for source, target in step.pairs:
+            if self._flows.rank == source:
+                send = self._send_alone if step.kind == "alone" else self._send
+                work.append(send(number, step.kind, target))
+            elif self._flows.rank == target:
+                receive = self._receive_alone if step.kind == "alone" else self._receive
+                work.append(receive(number, step.kind, source))
+        await asyncio.gather(*work)
+
+    async def _send_alone(self, number: int, kind: Kind, target: int) -> None:
+        pair, rough_Bps = (self._flows.rank, target), 0.0
+        await self._call(target)  # opens the connection
+        began_s, idle_s = self._clock.elapsed(), []
+        for _ in range(self._pace.calls):
+            idle_s.append(await self._call(target))
+            await self._clock.sleep(_IDLE_EVERY_S)
+        calls = Calls(*pair, tuple(idle_s), self._clock.elapsed() - began_s)
+        rough_Bps = await _rough_Bps(self._flows, target)
+        sendings: list[Sending] = []
+        lasts_s, again = self._pace.alone_s, True
+        while again:
+            chunk, count = _chunks(rough_Bps, lasts_s, self._pace.most_bytes)
+            await self._flows.send(np.array([chunk, count], np.int64), target, tag=_TURN)
+            sending, answer = await self._watched(Sending(kind, number, *pair), chunk, count)
+            sendings = [sending]
+            again, rough_Bps, lasts_s = bool(answer[0]), float(answer[1]), 2 * lasts_s
+        chunk, count, every_s = _paced(rough_Bps, self._pace.paced_s)
+        await self._flows.send(np.array([chunk, count], np.int64), target, tag=_TURN)
+        sendings.append((await self._watched(Sending("paced", number, *pair), chunk, count, every_s))[0])
+        await self._stop_calls(target)
+        self._known[pair] = rough_Bps
+        self._note(calls=calls, sendings=sendings)
+
+    async def _send(self, number: int, kind: Kind, target: int) -> None:
+        pair = self._flows.rank, target
+        chunk, count = _chunks(self._known[pair], self._pace.together_s, self._pace.most_bytes)
+        sending, _ = await self._watched(Sending(kind, number, *pair), chunk, count)
+        if kind == "two into one":
+            await self._stop_calls(target)
+        self._note(sendings=[sending])
+
+    async def _watched(
+        self, sending: Sending, chunk: int, count: int, every_s: float = 0.0
+    ) -> tuple[Sending, npt.NDArray[np.float64]]:
+        """Send a flow, with round trips until all has arrived; return what was seen, and what the target answers."""
+        target, trips_s, answer = sending.target, [], np.zeros(2)
+
+        async def flow() -> None:
+            await _send_chunks(self._flows, target, chunk, count, every_s)
+            await self._flows.recv(answer, target, tag=_TURN)
+
+        before, began_s = self._segments_to(target), self._clock.elapsed()
+        task = self._flows.host.spawn(flow(), name="a flow")
+        try:
+            while sending.kind in _CALLED and not task.done():
+                trips_s.append(await self._call(target))
+                await self._clock.sleep(_CALL_EVERY_S)
+            await task
+        finally:
+            task.cancel()
+        after = self._segments_to(target)
+        seen = msgspec.structs.replace(
+            sending, trips_s=tuple(trips_s), lasted_s=self._clock.elapsed() - began_s,
+            segments=after.sent - before.sent, lost=after.lost - before.lost,
+        )  # fmt: skip
+        return seen, answer
+
+    def _segments_to(self, target: int) -> SegmentCounts:
+        told = [group.segments_to(target) or SegmentCounts(0, 0) for group in (self._flows, self._calls)]
+        return SegmentCounts(*map(sum, zip(*told, strict=True)))
+
+    async def _call(self, target: int) -> float:
+        """Return the time of a round trip."""
+        message = np.array([_CALL], np.uint8)
+        began_s = self._clock.elapsed()
+        await self._calls.send(message, target)
+        await self._calls.recv(message, target)
+        return self._clock.elapsed() - began_s
+
+    async def _stop_calls(self, target: int) -> None:
+        await self._calls.send(np.array([_STOP], np.uint8), target)
+
+    async def _receive_alone(self, number: int, kind: Kind, source: int) -> None:
+        pair, flows = (source, self._flows.rank), self._flows
+        answering = flows.host.spawn(_answer(self._calls, source), name="answer calls")
+        await _answer_bursts(flows, source)
+        again, turn = True, 0
+        while again:
+            chunk, arrivals_s = await self._receive_planned(source)
+            rate_Bps, spread, steady = _settled(arrivals_s, chunk, 0.5, 1.0)
+            is_short = arrivals_s[-1] - arrivals_s[0] < _LONG_ENOUGH_SHARE * self._pace.alone_s
+            is_short = is_short and chunk * len(arrivals_s) < _LONG_ENOUGH_SHARE * self._pace.most_bytes
+            again, turn = (is_short or not steady) and turn < _LONGER, turn + 1
+            await self._answer_flow(source, float(again), rate_Bps)
+        await self._receive_planned(source)
+        await self._answer_flow(source)
+        await answering
+        self._known[pair] = rate_Bps
+        self._note(flow=Flow(kind, number, *pair, rate_Bps, spread, steady))
+
+    async def _answer_flow(self, source: int, *answer: float) -> None:
+        await self._flows.send(np.array(answer or (0.0, 0.0)), source, tag=_TURN)
+
+    async def _receive_planned(self, source: int) -> tuple[int, list[float]]:
+        """Receive the flow that the source announces; return the size of its chunks, and when they came."""
         plan = np.zeros(2, np.int64)
-        await flows.recv(plan, source, tag=_TURN)
+        await self._flows.recv(plan, source, tag=_TURN)
         chunk, count = map(int, plan)
-        _check(flows, source, 0 < chunk <= _LARGEST and 0 < count <= _MOST_CHUNKS)
-        arrivals_s = await _receive_chunks(flows, source, chunk, count)
-        rate_Bps, spread, steady = _settled(arrivals_s, chunk, 0.5, 1.0)
-        again, turn = not steady and turn < _LONGER, turn + 1
-        await flows.send(np.array([again, rate_Bps]), source, tag=_TURN)
-    await answering
-    known[pair] = rate_Bps
-    found.append(Flow(step.kind, number, *pair, rate_Bps, spread, steady))
+        _check(self._flows, source, 0 < chunk <= _LARGEST and 0 < count <= _MOST_CHUNKS)
+        return chunk, await _receive_chunks(self._flows, source, chunk, count)
+
+    async def _receive(self, number: int, kind: Kind, source: int) -> None:
+        pair = source, self._flows.rank
+        chunk, count = _chunks(self._known[pair], self._pace.together_s, self._pace.most_bytes)
+        called = kind in _CALLED
+        answering = self._calls.host.spawn(_answer(self._calls, source), name="answer calls") if called else None
+        arrivals_s = await _receive_chunks(self._flows, source, chunk, count)
+        await self._answer_flow(source)
+        if answering is not None:
+            await answering
+        rate_Bps, spread, _ = _settled(arrivals_s, chunk, 0.15, 0.5)
+        self._note(flow=Flow(kind, number, *pair, rate_Bps, spread, True))
+
+    def _note(self, *, flow: Flow | None = None, calls: Calls | None = None, sendings: Sequence[Sending] = ()) -> None:
+        known = self.found
+        self.found = Surveyed(
+            (*known.flows, flow) if flow is not None else known.flows,
+            (*known.calls, calls) if calls is not None else known.calls,
+            (*known.sendings, *sendings),
+        )
 
 
 def _chunks(rate_Bps: float, lasts_s: float, most_bytes: int) -> tuple[int, int]:
@@ -264,9 +368,20 @@ def _chunks(rate_Bps: float, lasts_s: float, most_bytes: int) -> tuple[int, int]
     return chunk, min(_MOST_CHUNKS, max(16, int(min(rate_Bps * lasts_s, most_bytes) / chunk)))
 
 
-async def _send_chunks(flows: Group, target: int, chunk: int, count: int) -> None:
-    data = np.zeros(chunk, np.uint8)
-    for _ in range(count):
+def _paced(rate_Bps: float, lasts_s: float) -> tuple[int, int, float]:
+    """Return the size and the number of the chunks of a paced flow, and the time from one to the next."""
+    paced_Bps = max(_PACED_SHARE * rate_Bps, 1.0)
+    chunk = int(min(max(_SMALLEST_PACED, paced_Bps * _PACED_EVERY_S), _LARGEST)) // 64 * 64
+    return chunk, max(1, int(paced_Bps * lasts_s / chunk)), chunk / paced_Bps
+
+
+async def _send_chunks(flows: Group, target: int, chunk: int, count: int, every_s: float = 0.0) -> None:
+    data, clock = np.zeros(chunk, np.uint8), flows.host.clock
+    began_s = clock.elapsed()
+    for number in range(count):
+        early_s = began_s + number * every_s - clock.elapsed()
+        if early_s > 0.0:
+            await clock.sleep(early_s)
         await flows.send(data, target, tag=_FLOW)
 
 
@@ -334,16 +449,6 @@ async def _answer_bursts(flows: Group, source: int) -> None:
         _check(flows, source, int(burst[0]) in _BURSTS)
         await flows.recv(np.zeros(int(burst[0]), np.uint8), source, tag=_FLOW)
         await flows.send(np.zeros(1, np.uint8), source, tag=_TURN)
-
-
-async def _call(calls: Group, target: int) -> float:
-    """Return the time of a round trip."""
-    clock: Clock = calls.host.clock
-    message = np.array([_CALL], np.uint8)
-    began_s = clock.elapsed()
-    await calls.send(message, target)
-    await calls.recv(message, target)
-    return clock.elapsed() - began_s
 
 
 async def _answer(calls: Group, source: int) -> None:

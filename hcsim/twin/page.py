@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from html import escape
 from typing import NamedTuple
 
-from hcsim.config import CATALOGUE, Scenario, Thunderbolt, Wifi
+from hcsim.config import CATALOGUE, Ethernet, Scenario, Thunderbolt, Wifi
 from hcsim.config.machine import BY_FLOPS, Basis, KernelCurve, Machine
 from hcsim.runtime.host import KernelGroup, Work
 from hcsim.runtime.work_time import seconds
@@ -233,9 +233,8 @@ def _links(twin: Scenario) -> list[str]:
             for cable in medium.cables:
                 one, other = cable.between
                 figures = f"{_amount(cable.forward_bps, 'b/s')} / {_amount(cable.backward_bps, 'b/s')}"
-                rows.append(
-                    (f"{one} – {other}", medium.name, figures, _amount(cable.latency_s, "s"), _basis(cable.basis))
-                )
+                latency = _amount(cable.latency_s, "s")
+                rows.append((f"{one} – {other}", medium.name, figures, latency, "–", "–", "–", _basis(cable.basis)))
     for node in twin.nodes:
         for link in node.links:
             medium = media[link.medium]
@@ -247,11 +246,29 @@ def _links(twin: Scenario) -> list[str]:
             rows.append((
                 node.name, f"{medium.name} ({'Wi-Fi' if isinstance(medium, Wifi) else 'Ethernet'})",
                 f"{_amount(up, 'b/s')} / {_amount(down, 'b/s')}", _amount(latency_s, "s"),
+                _amount(medium.jitter_s, "s"), f"{medium.loss if link.loss is None else link.loss:.2g}",
+                _queued(medium.queue_bytes, medium.queue_basis) if isinstance(medium, Ethernet) else "–",
                 _basis(link.basis or medium.basis),
             ))  # fmt: skip
-    head = "<tr><th></th><th>medium</th><th>line rate, there / back</th><th>latency</th><th>where from</th></tr>"
+    rows += [
+        (
+            line.home, "line to the internet", f"{_amount(line.up_bps, 'b/s')} / {_amount(line.down_bps, 'b/s')}",
+            _amount(line.latency_s, "s"), _amount(line.jitter_s, "s"), f"{line.loss:.2g}",
+            _queued(line.buffer_bytes, line.buffer_basis), _basis(line.basis),
+        )
+        for line in twin.wan
+    ]  # fmt: skip
+    headings = ("", "medium", "line rate, there / back", "latency", "jitter", "loss", "queue", "where from")
+    head = f"<tr>{''.join(f'<th>{heading}</th>' for heading in headings)}</tr>"
     body = "".join(
         f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in cells[:-1])}<td class=basis>{cells[-1]}</td></tr>"
         for cells in rows
     )
     return ["<h2>Links</h2>", f"<section><table class=links>{head}{body}</table></section>"] if rows else []
+
+
+def _queued(size_bytes: int | None, basis: Basis | None) -> str:
+    if not size_bytes:
+        return "–"
+    at_least = "≥ " if basis is not None and basis.kind == "estimated" else ""
+    return f"{at_least}{_amount(size_bytes, 'B')}"

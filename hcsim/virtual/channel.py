@@ -22,7 +22,7 @@ from functools import partial
 from typing import Protocol, TypeAlias
 
 from hcsim.errors import ChannelBroken, ChannelClosed, RemoteProtocolError, UsageError
-from hcsim.runtime.channel import EMPTY, Fold, Landed, Payload, Phantom, Place
+from hcsim.runtime.channel import EMPTY, Fold, Landed, Payload, Phantom, Place, SegmentCounts
 from hcsim.runtime.frame import HEADER_BYTES, Header, decode_header
 from hcsim.virtual.environment import NS
 from hcsim.virtual.processor import SMALLEST_PIECE_BYTES, MessageProcessor
@@ -170,6 +170,11 @@ class VirtualChannel:
     def binding(self) -> bytes:
         """Empty: there is no encryption to bind to."""
         return b""
+
+    @property
+    def segments(self) -> SegmentCounts:
+        """What the outgoing stream has sent, and what it loses on average by the model."""
+        return self._out.segments
 
     @property
     def streams(self) -> tuple[VirtualStream, VirtualStream]:

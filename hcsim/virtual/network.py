@@ -31,6 +31,9 @@ class Sender(Protocol):
     def burst_bytes(self) -> float:
         """What has left since it was last idle."""
 
+    def share_port(self) -> None:
+        """Another one sends through a port of this one."""
+
     def rate_changed(self, rate: float) -> None:
         """It has that share from now on."""
 

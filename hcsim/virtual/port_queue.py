@@ -22,7 +22,6 @@ from __future__ import annotations
 from math import ceil, exp
 from random import Random
 
-from hcsim.config import Tcp
 from hcsim.rng import stream as random_stream
 from hcsim.virtual.links import Path
 from hcsim.virtual.network import FluidNetwork
@@ -42,15 +41,31 @@ class PortQueues:
         self._mss = mss
         self._weights = random_stream(net.seed, "weight", name)
         self._losses = random_stream(net.seed, "drop", name)
+        self.weight = 1.0
+        """Of the current transfer."""
+        self.lost_segments = 0.0
+        """How many are dropped on average."""
         self.follow(path)
 
     def follow(self, path: Path) -> None:
         """Adapt to a change of the path."""
         self._ports = path.ports
 
-    def weight(self) -> float:
-        """Return the weight of the stream in its next transfer."""
-        return exp(SIGMA[self._net.tcp.congestion] * self._weights.gauss(0.0, 1.0))
+    def draw_weight(self) -> None:
+        """Draw the weight of the next transfer."""
+        self.weight = exp(SIGMA[self._net.tcp.congestion] * self._weights.gauss(0.0, 1.0))
+
+    def neighbours(self, flow: Flow | None) -> list[Flow]:
+        """Return the flows of others that send data through these ports, besides acknowledgements.
+
+        A stream that has its ports to itself takes no weight: that would only hold it back where its acknowledgements
+        go."""
+        return [
+            each
+            for port, _ in self._ports
+            for each, amount in self._net.sharing.started(port)
+            if amount == 1.0 and each is not flow
+        ]
 
     def draw_s(self, size_bytes: int, rtt_s: float, flow: Flow | None) -> float:
         """Return by how much losses delay the end of the next message."""
@@ -64,14 +79,14 @@ class PortQueues:
         if size_bytes + self._net.burst_bytes(port, flow) <= held_bytes:
             return 0.0
         window = max(held_bytes / (others + 1) / self._mss, 2.0)
-        return _loss_delay_s(self._losses, self._net.tcp, window, ceil(size_bytes / self._mss)) * (
-            rtt_s + queue_bytes / port.capacity
-        )
+        packets, p = ceil(size_bytes / self._mss), min(LOSSES[self._net.tcp.congestion] / window**2, 0.5)
+        self.lost_segments += p * packets
+        return _round_trips(self._losses, p, window, packets) * (rtt_s + queue_bytes / port.capacity)
 
 
-def _loss_delay_s(rng: Random, tcp: Tcp, window: float, packets: int) -> int:
-    """Return how many round trips a message of so many packets takes longer."""
-    p = min(LOSSES[tcp.congestion] / window**2, 0.5)
+def _round_trips(rng: Random, p: float, window: float, packets: int) -> int:
+    """Return how many round trips a message of so many packets takes longer, of which each is lost with probability
+    p."""
     last = min(packets, round(window))
     tail = min(last, _TAIL_PACKETS)
     draw, kept_tail = rng.random(), (1.0 - p) ** tail

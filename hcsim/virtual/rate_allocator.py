@@ -46,6 +46,7 @@ are tight from then on.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from heapq import heapify, heappop, heappush, heapreplace
 from itertools import count
 from math import inf
@@ -434,6 +435,15 @@ class RateAllocator:
         return any(flow.wanted for flow in resource.members) or any(
             flow.wanted and resource in dict(flow.uses) for flow in self._noted
         )
+
+    def started(self, resource: Resource) -> Iterator[tuple[Flow, float]]:
+        """Yield the started flows that use the resource, and how much of it a byte takes, by id."""
+        found = {flow.id: (flow, amount) for flow, amount in resource.flows.values() if flow.wanted}
+        for flow in self._noted:
+            amount = dict(flow.uses).get(resource) if flow.wanted else None
+            if amount is not None:
+                found[flow.id] = flow, amount
+        yield from (found[id] for id in sorted(found))
 
     def solve(self) -> list[Flow]:
         """Update all rates; return the started flows whose rate has changed, by id.

@@ -25,7 +25,7 @@ import msgspec
 
 from hcsim.config import Tcp
 from hcsim.rng import stream as random_stream
-from hcsim.runtime.channel import EMPTY, Payload
+from hcsim.runtime.channel import EMPTY, Payload, SegmentCounts
 from hcsim.runtime.frame import Header
 from hcsim.telemetry.trace import Event
 from hcsim.virtual.environment import NS
@@ -105,13 +105,15 @@ class CongestionWindow:
 class Delays:
     """The extra delay of messages by jitter, loss and full queues."""
 
-    __slots__ = ("_jitter", "_jitter_s", "_loss", "_mss", "_net", "_packet_loss", "_queues")
+    __slots__ = ("_jitter", "_jitter_s", "_loss", "_mss", "_net", "_packet_loss", "_queues", "lost_segments")
 
     def __init__(self, net: FluidNetwork, name: str, path: Path, mss: int) -> None:
         self._net = net
         self._mss = mss
         self._jitter = random_stream(net.seed, "jitter", name)
         self._loss = random_stream(net.seed, "loss", name)
+        self.lost_segments = 0.0
+        """How many are lost on average, by the path's loss and by full queues."""
         self.follow(path)
 
     @staticmethod
@@ -140,14 +142,16 @@ class Delays:
             delay_s += self._retransmission_s(size_bytes, rtt_s)
         for resource, buffer_bytes in self._queues:
             if resource.capacity > 0.0 and self._net.sharing.is_full(resource):
-                queued_bytes = min(buffer_bytes, self._net.burst_bytes(resource, flow))
+                before_us_bytes = self._net.burst_bytes(resource, flow)
                 waited_s = max(sending_s - sent_bytes / resource.capacity, 0.0)
-                delay_s += max(queued_bytes / resource.capacity - waited_s, 0.0)
+                delay_s += max(min(buffer_bytes, before_us_bytes) / resource.capacity - waited_s, 0.0)
+                self.lost_segments += before_us_bytes >= buffer_bytes
         return delay_s
 
     def _retransmission_s(self, size_bytes: int, rtt_s: float) -> float:
         """Return one RTT if a packet of the message is lost, a timeout if it is one of the last, else 0."""
         packets = ceil(size_bytes / self._mss)
+        self.lost_segments += self._packet_loss * packets
         tail = min(packets, TAIL_PACKETS)
         draw = self._loss.random()
         kept_tail = (1.0 - self._packet_loss) ** tail
@@ -216,6 +220,7 @@ class VirtualStream:
         "on_pushed_dead",
         "on_room",
         "outstanding",
+        "pushed_bytes",
         "queue",
         "queued_bytes",
         "reverse",
@@ -229,6 +234,8 @@ class VirtualStream:
         self.name = name
         self.queue: deque[StreamMessage] = deque()
         self.queued_bytes = 0
+        self.pushed_bytes = 0
+        """Of all messages so far."""
         self.outstanding = 0
         """Bytes that have arrived and are unread."""
         self.on_room: Callable[[], None] | None = None
@@ -295,6 +302,7 @@ class VirtualStream:
         queue = self.queue
         queue.append(message)
         self.queued_bytes += message.size_bytes
+        self.pushed_bytes += message.size_bytes
         if len(queue) == 1:
             self._burst = 0
             self._burst_began_ns = self._env.now_ns
@@ -345,6 +353,12 @@ class VirtualStream:
             return 0.0
         left = self.queue[0].size_bytes - self._remaining
         return self._burst + left + self._rate * ((self._env.now_ns - self._changed_ns) / NS)
+
+    @property
+    def segments(self) -> SegmentCounts:
+        """What was sent, and what of it is lost on average."""
+        lost = (0.0 if each is None else each.lost_segments for each in (self._delays, self._ports))
+        return SegmentCounts(ceil(self.pushed_bytes / self._mss), round(sum(lost)))
 
     @property
     def unfinished(self) -> bool:
@@ -433,7 +447,13 @@ class VirtualStream:
     def _renew_flow(self) -> None:
         """Take another weight where the stream has to share a port with a queue, and see where acknowledgements go."""
         assert self.flow is not None
-        weight = self._paths[0].weight if self._ports is None else self._ports.weight()
+        weight = self._paths[0].weight
+        if self._ports is not None:
+            self._ports.draw_weight()
+            if neighbours := self._ports.neighbours(self.flow):
+                weight = self._ports.weight
+                for flow in neighbours:
+                    self._net.streams[flow.id].share_port()
         uses = self._uses()
         if uses != self.flow.uses or weight != self.flow.weight:
             self._replace_flow(uses, weight)
@@ -442,6 +462,11 @@ class VirtualStream:
             uses = reverse._uses()
             if uses != reverse.flow.uses:
                 reverse._replace_flow(uses, reverse.flow.weight)
+
+    def share_port(self) -> None:
+        """Take the weight that was drawn for this transfer: another stream sends through a port of this one."""
+        if self.flow is not None and self._ports is not None and self.flow.weight != self._ports.weight:
+            self._replace_flow(self.flow.uses, self._ports.weight)
 
     # The life of the message at the head of the queue.
 

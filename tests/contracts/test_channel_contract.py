@@ -777,6 +777,23 @@ def test_a_pump_whose_place_has_the_wrong_size_is_told_so(arena):
     arena.run(body)
 
 
+def test_a_channel_tells_how_many_segments_it_has_sent_or_nothing(arena):
+    async def body(left, right):
+        client, server = await arena.channels(left, right)
+        before = client.segments
+        server.limit(1 << 20)
+        await client.send(Header(1 << 20), pattern(1 << 20))
+        await server.recv(allocate)
+        after = client.segments
+        if before is None:
+            assert after is None
+        else:
+            assert after.sent - before.sent >= (1 << 20) >> 16
+            assert after.lost == before.lost == 0
+
+    arena.run(body)
+
+
 def test_a_frame_over_the_limit_is_the_peers_fault_and_ends_the_channel(arena):
     async def body(left, right):
         client, server = await arena.channels(left, right)

@@ -246,6 +246,18 @@ class Machine:
         """The switch passes no multicast on to this machine, as many access points do not."""
         run("ip", "netns", "exec", self._switch, "bridge", "link", "set", "dev", self._port, "mcast_flood", "off")
 
+    def lose_share(self, share: float) -> None:
+        """So much of what comes here by TCP is lost, at random."""
+        if shutil.which("nft") is None:
+            pytest.skip("losses at random: `nft` (nftables) is not here")
+        drops = f"meta l4proto tcp numgen random mod 1000000 < {round(1e6 * share)} drop"
+        table = f"table ip losses {{\n chain c {{\n type filter hook input priority 0;\n {drops}\n }}\n}}\n"
+        run("ip", "netns", "exec", self.namespace, "nft", table)
+
+    def congestion_control(self, name: str) -> None:
+        """Use this one for new connections."""
+        run(*self.prefix, "sh", "-c", f"echo {name} > /proc/sys/net/ipv4/tcp_congestion_control")
+
     def lose(self, other: Machine) -> None:
         """What this machine sends to another one is lost."""
         for address in (f"{other.ip}/32", f"{other.ip6}/128"):

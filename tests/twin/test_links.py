@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from hcsim.collectives.group import Group
@@ -13,11 +14,12 @@ from hcsim.transport.groups import GroupMembership
 from hcsim.twin.file import TwinFile
 from hcsim.twin.home import fitted, predicted_s
 from hcsim.twin.links import Pace, Surveyed, held_out, joined, steps_of, survey
+from hcsim.twin.quality import Survey
 from hcsim.virtual.host import VirtualHost
 from hcsim.virtual.world import World
 
 BASIS = Basis("measured", "the simulator", "2026-11-19")
-SHORT = Pace(alone_s=0.5, together_s=0.4, calls=10)
+SHORT = Pace(alone_s=0.5, together_s=0.4, paced_s=0.4, calls=10)
 
 
 def wired(links: str, extra: str = "") -> Scenario:
@@ -46,7 +48,7 @@ def surveyed(scenario: Scenario, pace: Pace = SHORT) -> Surveyed:
                 for rank, (ours, _) in flows.ends.items()
                 if "%" in ours
             )
-            return Surveyed(found.flows, found.calls, found.held_out_bytes, found.held_out_s, media)
+            return msgspec.structs.replace(found, media=media)
 
     return joined(outcome_of(world, world.run_on_all(on_host)).values())
 
@@ -77,7 +79,7 @@ def test_a_twin_of_ports_predicts_what_its_figures_do_not_rest_on(
     for pair, rate_mbps in rates_mbps.items():
         assert found.rate_Bps(*pair) == pytest.approx(rate_mbps * 1e6 / 8 * goodput, rel=0.01)
     names = [node.name for node in home.nodes]
-    fit = fitted(found, names, {}, home.tcp, BASIS, "home")
+    fit = fitted(Survey(found, names, {}, home.tcp, BASIS), {})
     assert fit.notes == ()
     twin = TwinFile(tmp_path / "twin.toml")
     twin.put_links(fit, dict.fromkeys(names, "ideal"))
@@ -96,7 +98,7 @@ def test_stations_share_their_air_and_machines_with_a_cable_have_one(tmp_path: P
     home = idealised(load_scenario("mixed-home"))
     found = surveyed(home, Pace(alone_s=0.3, together_s=0.3, calls=5))
     names = [node.name for node in home.nodes]
-    fit = fitted(found, names, {}, home.tcp, BASIS, "home")
+    fit = fitted(Survey(found, names, {}, home.tcp, BASIS), {})
     twin = TwinFile(tmp_path / "twin.toml")
     twin.put_links(fit, dict.fromkeys(names, "ideal"))
     cables = [medium for medium in load_scenario(tmp_path / "twin.toml").media if isinstance(medium, Thunderbolt)]
@@ -113,7 +115,7 @@ def test_links_are_written_beside_what_others_measured(tmp_path: Path) -> None:
         '# Mine.\nname = "home"\n[[medium]]\nkind = "ethernet"\nname = "switch"\nrate = "1 Gb/s"\n'
         'basis = { source = "a guess" }\n[[node]]\nname = "a"\nmachine = "M4"\nlinks = ["switch"]\n'
     )
-    fit = fitted(surveyed(home), ["a", "b"], {}, home.tcp, BASIS, "home")
+    fit = fitted(Survey(surveyed(home), ["a", "b"], {}, home.tcp, BASIS), {})
     TwinFile(path).put_links(fit, {"a": "M1", "b": "M2"})
     again = load_scenario(path)
     assert [node.machine for node in again.nodes] == ["M4", "M2"]

@@ -164,6 +164,9 @@ class SharedStream:
         with suppress(OSError):  # the peer may have been faster
             self._bell.shutdown(socket.SHUT_WR)
 
+    def segments(self) -> None:
+        """None: memory has no segments."""
+
     def undelivered_bytes(self) -> int:
         """Return 0: the data written stay in the memory as long as the peer has it."""
         return 0

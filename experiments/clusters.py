@@ -137,7 +137,9 @@ def _cabled(world: int) -> Scenario:
     """A Thunderbolt cable from each to the next, around."""
     names = [node.name for node in _minis(world, "")]
     around = list(zip(names, [*names[1:], names[0]], strict=True))[: world if world > 2 else 1]
-    desk = Thunderbolt("desk", tuple(Cable(pair, THUNDERBOLT_BPS, THUNDERBOLT_BPS) for pair in around), basis=_THUNDERBOLT)
+    desk = Thunderbolt(
+        "desk", tuple(Cable(pair, THUNDERBOLT_BPS, THUNDERBOLT_BPS) for pair in around), basis=_THUNDERBOLT
+    )
     return Scenario(f"{world}-macs-thunderbolt", _minis(world, ""), media=(desk,))
 
 

@@ -26,19 +26,20 @@ IDENTITY = (
     "size_bytes", "failure", "failures_per_hour", "failure_s", "target_loss",
 )  # fmt: skip
 MEASURED = (
-    "batch", "steps", "step_s", "p10_s", "p90_s", "effects", "fastest_s", "slowest_s", "total_s", "closed_form_s", "step_sent_bytes",
-    "payload_share", "diverged", "final_loss", "final_accuracy", "time_to_target_s", "samples_per_s", "speedup",
-    "speedup_p10", "speedup_p90", "compute_s", "encode_s", "exchange_s", "lost_ranks", "scenario", "scenario_sha256", "trace_sha256",
-    "parameters_sha256", "error",
+    "batch", "steps", "step_s", "p10_s", "p90_s", "effects", "fastest_s", "slowest_s", "total_s", "closed_form_s",
+    "step_sent_bytes", "payload_share", "diverged", "final_loss", "final_accuracy", "time_to_target_s", "samples_per_s",
+    "speedup", "speedup_p10", "speedup_p90", "compute_s", "encode_s", "exchange_s", "lost_ranks", "scenario",
+    "scenario_sha256", "trace_sha256", "parameters_sha256", "error",
 )  # fmt: skip
 _COMPARED = ("speedup", "speedup_p10", "speedup_p90")
 CURVE = ("step", "time_s", "sent_bytes", "train_loss", "loss", "accuracy")
 
 _WHOLE = ("world", "seed", "size_bytes", "batch", "steps", "step", "sent_bytes", "lost_ranks")
 _NUMBERS = (
-    "failures_per_hour", "failure_s", "target_loss", "step_s", "p10_s", "p90_s", "fastest_s", "slowest_s", "total_s", "closed_form_s",
-    "step_sent_bytes", "payload_share", "final_loss", "final_accuracy", "time_to_target_s", "samples_per_s", "speedup",
-    "speedup_p10", "speedup_p90", "compute_s", "encode_s", "exchange_s", "time_s", "train_loss", "loss", "accuracy",
+    "failures_per_hour", "failure_s", "target_loss", "step_s", "p10_s", "p90_s", "fastest_s", "slowest_s", "total_s",
+    "closed_form_s", "step_sent_bytes", "payload_share", "final_loss", "final_accuracy", "time_to_target_s",
+    "samples_per_s", "speedup", "speedup_p10", "speedup_p90", "compute_s", "encode_s", "exchange_s", "time_s",
+    "train_loss", "loss", "accuracy",
 )  # fmt: skip
 
 

@@ -73,9 +73,7 @@ def main_effects(
 ) -> tuple[Effect, ...]:
     """Return the effect of each of these figures on a time, which is asked for with factors of figures."""
     return tuple(
-        Effect(
-            name, timed({name: 1 / slower_at_p90(spread)}) / point_s, timed({name: slower_at_p90(spread)}) / point_s
-        )
+        Effect(name, timed({name: 1 / slower_at_p90(spread)}) / point_s, timed({name: slower_at_p90(spread)}) / point_s)
         for name, spread in spreads.items()
     )
 

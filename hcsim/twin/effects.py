@@ -53,7 +53,7 @@ def effects(scenario: Scenario, timed: Callable[[Scenario], float]) -> tuple[Eff
         if basis.spread and not name.startswith(BY_KIND)
     }
     seeds = [rng.stream(scenario.seed, "band", "seed", number).getrandbits(31) for number in range(_OTHER_SEEDS)]
-    others = [replace(scenario, seed=seed) for seed in seeds] if _is_random(scenario) else []
+    others = [replace(scenario, seed=seed) for seed in seeds] if is_random(scenario) else []
     if not (spreads or others):
         return ()
     point_s = timed(scenario)
@@ -63,8 +63,7 @@ def effects(scenario: Scenario, timed: Callable[[Scenario], float]) -> tuple[Eff
 
     found = main_effects(spreads, point_s, with_factors)
     if others:
-        sigma = pstdev([log(timed(each) / point_s) for each in others], mu=0.0)
-        found = (*found, Effect(CHANCE, exp(-TENTH_Z * sigma), exp(TENTH_Z * sigma)))
+        found = (*found, chance(point_s, [timed(each) for each in others]))
     return tuple(each for each in found if max(abs(log(each.faster)), abs(log(each.slower))) > _NONE)
 
 
@@ -78,7 +77,14 @@ def main_effects(
     )
 
 
-def _is_random(scenario: Scenario) -> bool:
+def chance(point_s: float, others_s: Iterable[float]) -> Effect:
+    """Return the effect of chance, from the times with other seeds."""
+    sigma = pstdev([log(other_s / point_s) for other_s in others_s], mu=0.0)
+    return Effect(CHANCE, exp(-TENTH_Z * sigma), exp(TENTH_Z * sigma))
+
+
+def is_random(scenario: Scenario) -> bool:
+    """Return whether another seed gives another time: links have jitter or losses."""
     links = [*scenario.media, *scenario.wan]
     return any(
         getattr(link, "jitter_s", 0) or getattr(link, "loss", 0) or (isinstance(link, Wifi) and link.gate)

@@ -59,12 +59,12 @@ def rescaled(scenario: Scenario, factor: Factor) -> Scenario:
         scenario,
         nodes=tuple(
             replace(
-                node, machine=machine(node), links=tuple(_slower(link, factors[link.medium]) for link in node.links)
+                node, machine=machine(node), links=tuple(made_slower(link, factors[link.medium]) for link in node.links)
             )
             for node in scenario.nodes
         ),
         media=tuple(_medium(medium, factors[medium.name], factor) for medium in scenario.media),
-        wan=tuple(_slower(line, factor(f"line {line.home}", _basis_of(line))) for line in scenario.wan),
+        wan=tuple(made_slower(line, factor(f"line {line.home}", _basis_of(line))) for line in scenario.wan),
     )
 
 
@@ -88,13 +88,13 @@ def _machine(machine: Machine, factor: Factor) -> Machine:
         efficiencies=tuple(map(of_kind, machine.efficiencies)),
         step_s=Seconds(machine.step_s * factor(f"step {name}", machine.step_basis)),
         kernels=tuple(
-            _slower(curve, factor(f"kernel {name} {curve.kind} {curve.dtype}", curve.basis))
+            made_slower(curve, factor(f"kernel {name} {curve.kind} {curve.dtype}", curve.basis))
             for curve in machine.kernels
         ),
         codecs=tuple(
-            _slower(codec, factor(f"codec {name} {codec.compressor}", codec.basis)) for codec in machine.codecs
+            made_slower(codec, factor(f"codec {name} {codec.compressor}", codec.basis)) for codec in machine.codecs
         ),
-        messages=None if messages is None else _slower(messages, factor(f"messages {name}", messages.basis)),
+        messages=None if messages is None else made_slower(messages, factor(f"messages {name}", messages.basis)),
     )
 
 
@@ -106,17 +106,17 @@ def _less(table: TableT, factor: float, *names: str) -> TableT:
 def _medium(medium: AnyMedium, slower: float, factor: Factor) -> AnyMedium:
     if isinstance(medium, Thunderbolt):
         medium = replace(medium, cables=tuple(_cable(cable, slower, factor) for cable in medium.cables))
-    return _slower(medium, slower)
+    return made_slower(medium, slower)
 
 
 def _cable(cable: Cable, slower: float, factor: Factor) -> Cable:
     """Cables of which nothing is said are of one kind, and as slow or fast as their medium."""
     if cable.basis is None:
-        return _slower(cable, slower)
-    return _slower(cable, factor(f"cable {'–'.join(cable.between)}", cable.basis))
+        return made_slower(cable, slower)
+    return made_slower(cable, factor(f"cable {'–'.join(cable.between)}", cable.basis))
 
 
-def _slower(table: TableT, factor: float) -> TableT:
+def made_slower(table: TableT, factor: float) -> TableT:
     """Return the table with its times multiplied and its rates divided by the factor."""
     changed: dict[str, object] = {}
     for field in msgspec.structs.fields(table):

@@ -26,7 +26,7 @@ def banded(cell: AnyCell) -> Result:
     result = measured(cell)
     if result.step_s is None:
         return result
-    found = _effects(_representative(cell))
+    found = _effects(representative(cell))
     low, high = band(found)
     return replace(result, p10_s=round(low * result.step_s, 9), p90_s=round(high * result.step_s, 9), effects=found)
 
@@ -37,7 +37,7 @@ def _effects(cell: AnyCell) -> tuple[Effect, ...]:
     return effects(scenario, lambda variant: timed(cell, variant))
 
 
-def _representative(cell: AnyCell) -> AnyCell:
+def representative(cell: AnyCell) -> AnyCell:
     """The shortest cell that takes as long for a step."""
     if isinstance(cell, AllReduce):
         return replace(cell, repeats=1)

@@ -16,7 +16,7 @@ from experiments.study.cell import AllReduce, AnyCell, Result, Train
 from experiments.study.measure import measured, timed
 from hcsim.twin.effects import Effect, band, effects
 
-_STEPS, _SERVER_STEPS = 4, 8
+_STEPS, _SERVER_STEPS = 2, 8
 _SERVER = "parameter_server"
 """Whose workers take a few steps until they are as far apart as later."""
 
@@ -26,15 +26,16 @@ def banded(cell: AnyCell) -> Result:
     result = measured(cell)
     if result.step_s is None:
         return result
-    found = _effects(representative(cell))
+    like = representative(cell)
+    found = _effects(like, result.step_s if like == cell else None)
     low, high = band(found)
     return replace(result, p10_s=round(low * result.step_s, 9), p90_s=round(high * result.step_s, 9), effects=found)
 
 
 @cache
-def _effects(cell: AnyCell) -> tuple[Effect, ...]:
+def _effects(cell: AnyCell, point_s: float | None) -> tuple[Effect, ...]:
     scenario = cluster(cell.link, cell.world, cell.variant if isinstance(cell, Train) else "equal").scenario
-    return effects(scenario, lambda variant: timed(cell, variant))
+    return effects(scenario, lambda variant: timed(cell, variant), point_s)
 
 
 def representative(cell: AnyCell) -> AnyCell:

@@ -44,9 +44,10 @@ class Effect(msgspec.Struct, frozen=True):
     slower: float
 
 
-def effects(scenario: Scenario, timed: Callable[[Scenario], float]) -> tuple[Effect, ...]:
+def effects(scenario: Scenario, timed: Callable[[Scenario], float], point_s: float | None = None) -> tuple[Effect, ...]:
     """Return what the spread of each figure does to a time, and what chance does. Figures that do not matter are left
-    out, and so are those of kinds of kernels, which matter only where work is counted by kinds."""
+    out, and so are those of kinds of kernels, which matter only where work is counted by kinds. `point_s` is the time
+    as it is, if it is known."""
     spreads = {
         name: basis.spread
         for name, basis in figures_of(scenario).items()
@@ -56,7 +57,8 @@ def effects(scenario: Scenario, timed: Callable[[Scenario], float]) -> tuple[Eff
     others = [replace(scenario, seed=seed) for seed in seeds] if is_random(scenario) else []
     if not (spreads or others):
         return ()
-    point_s = timed(scenario)
+    if point_s is None:
+        point_s = timed(scenario)
 
     def with_factors(factors: Mapping[str, float]) -> float:
         return timed(rescaled(scenario, lambda name, _: factors.get(name, 1.0)))

@@ -1,6 +1,6 @@
 """How good are bands from the effects of single figures? Beside them those from many variants, for cells of the sweeps.
 
-    python -m experiments.bands                 a minute on 2 cores
+    python -m experiments.bands                 a few minutes
     python -m experiments.bands --variants 256
 
 The reference draws all figures and seeds together. Compared with it are the effects (two simulations for each figure

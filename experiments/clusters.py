@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from hcsim.config import (
     AnyMedium,
     Attachment,
+    Basis,
     Cable,
     Ethernet,
     Node,
@@ -34,6 +35,12 @@ OLD_MACHINE = "M1"
 THROTTLED = PositiveShare(0.4)
 THUNDERBOLT_BPS = BitRate(16.4e9)
 """TCP over a Thunderbolt 4 bridge, in the faster direction of a measured pair."""
+_THUNDERBOLT = Basis(
+    "published",
+    "14.7 to 20 Gb/s between two Macs: jiribrejcha.net/tag/macbook, github.com/hellas-ai/thunderbolt-ibverbs/pull/44, "
+    "github.com/swellweb/targetBridge/issues/110",
+    spread=0.16,
+)
 FREE_FORM = "ethernet:"
 ALONE = "none"
 """The link of a machine that trains alone."""
@@ -130,7 +137,9 @@ def _cabled(world: int) -> Scenario:
     """A Thunderbolt cable from each to the next, around."""
     names = [node.name for node in _minis(world, "")]
     around = list(zip(names, [*names[1:], names[0]], strict=True))[: world if world > 2 else 1]
-    desk = Thunderbolt("desk", tuple(Cable(pair, THUNDERBOLT_BPS, THUNDERBOLT_BPS) for pair in around))
+    desk = Thunderbolt(
+        "desk", tuple(Cable(pair, THUNDERBOLT_BPS, THUNDERBOLT_BPS) for pair in around), basis=_THUNDERBOLT
+    )
     return Scenario(f"{world}-macs-thunderbolt", _minis(world, ""), media=(desk,))
 
 

@@ -25,6 +25,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from experiments import asked
+from experiments.fidelity.bands import banded, network_spread
 from experiments.fidelity.calibration import fitted, this_machine
 from experiments.fidelity.cells import AnyCell, collectives, shared_trainings, trainings
 from experiments.fidelity.churn import ChurnCell, churn, measure_churn, predict_churn
@@ -102,23 +103,31 @@ def _machine(file: Path) -> Machine:
 def _compare(record: Record, machine: Machine, out: Path, progress: Progress) -> tuple[list[Row], list[Class]]:
     cells = [cell for part in PARTS.values() for cell in part() if cell.name in record.timings]
     task = progress.add_task("predicting", total=len(cells))
-    networks = {
-        medium: fitted(
-            [each for each in collectives(medium) if each.calibrates and each.name in record.timings],
-            record.timings,
-            machine,
-        )
+    calibrating = {
+        medium: [each for each in collectives(medium) if each.calibrates and each.name in record.timings]
         for medium in MEDIA
+    }
+    networks = {medium: fitted(those, record.timings, machine) for medium, those in calibrating.items()}
+    spreads = {
+        medium: network_spread(those, record.timings, networks[medium], machine)
+        for medium, those in calibrating.items()
     }
     lost = predict_churn() if any(isinstance(cell, ChurnCell) for cell in cells) else {}
     rows = []
     for cell in cells:
-        expected = lost.get(cell) if isinstance(cell, ChurnCell) else predicted(cell, networks[cell.medium], machine)
+        if isinstance(cell, ChurnCell):
+            expected = lost.get(cell)
+        else:
+            network = networks[cell.medium]
+            expected = banded(cell, predicted(cell, network, machine), network, spreads[cell.medium], machine)
         if expected is not None:
             rows.append(row(cell, record.timings[cell.name], expected))
         progress.advance(task)
     found = classes(rows)
-    write_whole(out / CALIBRATION, msgspec.json.format(msgspec.json.encode(networks), indent=1) + b"\n")
+    known = {
+        medium: msgspec.structs.asdict(networks[medium]) | msgspec.structs.asdict(spreads[medium]) for medium in MEDIA
+    }
+    write_whole(out / CALIBRATION, msgspec.json.format(msgspec.json.encode(known), indent=1) + b"\n")
     save(rows, found, out)
     return rows, found
 

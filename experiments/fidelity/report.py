@@ -40,6 +40,11 @@ class Row(msgspec.Struct, frozen=True):
     calibrates: bool
     measured_s: float
     predicted_s: float
+    p10_s: float
+    """Of the prediction."""
+    p90_s: float
+    inside: bool
+    """Whether the measured median lies between them."""
     error: float
     """Relative to the measured time."""
     spread: float
@@ -57,6 +62,8 @@ class Class(msgspec.Struct, frozen=True):
     cells: int
     median_error: float
     p90_error: float
+    inside: float
+    """The share of its cells whose measured median lies between p10 and p90 of the prediction."""
     spread: float
     """The median of the cells' spreads."""
     target_median: float | None
@@ -67,6 +74,7 @@ def row(cell: AnyCell | ChurnCell, measured: Timing, predicted: Timing) -> Row:
     spread = (measured.p90_s - measured.p10_s) / 2 / measured.median_s
     return Row(
         cell.name, cell.kind, cell.calibrates, measured.median_s, predicted.median_s,
+        predicted.p10_s, predicted.p90_s, predicted.p10_s <= measured.median_s <= predicted.p90_s,
         predicted.median_s / measured.median_s - 1, spread, measured.repeats, measured.algorithm, predicted.algorithm,
         measured.sha256 == predicted.sha256,
     )  # fmt: skip
@@ -81,19 +89,28 @@ def classes(rows: Sequence[Row]) -> list[Class]:
             errors = [abs(row.error) for row in mine]
             spread = statistics.median(row.spread for row in mine)
             median, p90 = float(np.median(errors)), float(np.percentile(errors, 90))
-            found[kind] = Class(kind, len(mine), median, p90, spread, *TARGETS.get(kind, (None, None)))
+            found[kind] = Class(
+                kind, len(mine), median, p90, share_inside(mine), spread, *TARGETS.get(kind, (None, None))
+            )
     return list(found.values())
+
+
+def share_inside(rows: Sequence[Row]) -> float:
+    """Return the share of cells that did not calibrate whose measured median lies in the band."""
+    return statistics.mean(row.inside for row in rows if not row.calibrates)
 
 
 def table(found: Sequence[Class], rows: Sequence[Row]) -> Table:
     """Errors by class."""
     calibrating = sum(row.calibrates for row in rows)
     title = f"error of the prediction; {calibrating} other cells calibrated it"
+    if len(rows) > calibrating:
+        title += f"; {share_inside(rows):.0%} of the measured medians are between p10 and p90"
     result = Table(title=title, box=box.SIMPLE_HEAD)
-    for heading in ("class", "cells", "median", "p90", "spread of repeats", "target: median", "p90"):
+    for heading in ("class", "cells", "median", "p90", "inside p10–p90", "spread of repeats", "target: median", "p90"):
         result.add_column(heading, justify="left" if heading == "class" else "right")
     for each in found:
-        shares = (each.median_error, each.p90_error, each.spread, each.target_median, each.target_p90)
+        shares = (each.median_error, each.p90_error, each.inside, each.spread, each.target_median, each.target_p90)
         result.add_row(each.kind, str(each.cells), *("" if share is None else f"{share:.1%}" for share in shares))
     return result
 

@@ -21,12 +21,13 @@ from experiments.fidelity.rank import Job, Ready
 from experiments.fidelity.switch import Station
 from experiments.peers.crew import Command, Crew, module, working
 from hcsim.collectives.group import Group
-from hcsim.config import Machine
+from hcsim.config import Machine, Scenario
 from hcsim.launch import DEFAULT_PORT
 from hcsim.launch.virtual import simulate
 
 _PAUSE_S = 0.5
 """Longer than a barrier in any home."""
+_MOST_SIMULATED = 15
 
 
 class Timing(msgspec.Struct, frozen=True):
@@ -75,21 +76,29 @@ def measured(crew: Crew, cell: AnyCell) -> Timing:
     return _combined(crew.take(cell.turn(cell.repeats), Laps))
 
 
-def predicted(cell: AnyCell, network: Network, machine: Machine) -> Timing:
+def predicted(cell: AnyCell, network: Network, machine: Machine, seed: int = 0) -> Timing:
     """Simulate a cell with data: the results must have the bits of the measured ones."""
     if isinstance(cell, TrainingCell) or cell.size_bytes >= 16 * MB:
         repeats = 2
-    else:  # as often as measured where it costs little: who begins late may change from one repeat to the next
-        repeats = 3 if cell.size_bytes >= MB else cell.repeats
-    return _simulated(cell, network, machine, cell.turn(repeats))
+    else:  # more where it costs little: who begins late may change from one repeat to the next
+        repeats = 3 if cell.size_bytes >= MB else min(cell.repeats, _MOST_SIMULATED)
+    return _simulated(cell, scenario_of(cell, network, machine, seed), cell.turn(repeats))
 
 
-def predicted_s(cell: Cell, network: Network, machine: Machine) -> float:
+def predicted_s(cell: Cell, network: Network, machine: Machine, seed: int = 0) -> float:
     """Simulate a cell without data, for its time alone."""
-    return _simulated(cell, network, machine, msgspec.structs.replace(cell.turn(2), phantom=True)).median_s
+    turn = msgspec.structs.replace(cell.turn(2), phantom=True)
+    return _simulated(cell, scenario_of(cell, network, machine, seed), turn).median_s
 
 
-def _simulated(cell: AnyCell, network: Network, machine: Machine, turn: Collectives | Trainings) -> Timing:
+def scenario_of(cell: AnyCell, network: Network, machine: Machine, seed: int = 0) -> Scenario:
+    """Return the cell's home in the simulator."""
+    if isinstance(cell, TrainingCell):  # which computes at its own speed, and handles messages at this machine's
+        machine = msgspec.structs.replace(cell.machine, messages=machine.messages)
+    return msgspec.structs.replace(modelled(cell.medium, cell.hosts, network, machine, tls=cell.tls), seed=seed)
+
+
+def _simulated(cell: AnyCell, scenario: Scenario, turn: Collectives | Trainings) -> Timing:
     algorithm, _ = cell.setup
     warmed_up_s: list[float] = []
 
@@ -107,9 +116,6 @@ def _simulated(cell: AnyCell, network: Network, machine: Machine, turn: Collecti
         await clock.sleep(max(warmed_up_s) + _PAUSE_S - clock.elapsed())
         return await run(group, turn)
 
-    if isinstance(cell, TrainingCell):  # which computes at its own speed, and handles messages at this machine's
-        machine = msgspec.structs.replace(cell.machine, messages=machine.messages)
-    scenario = modelled(cell.medium, cell.hosts, network, machine, tls=cell.tls)
     return _combined(simulate(scenario, program, options=options(cell.hosts, algorithm)).values())
 
 

@@ -9,14 +9,15 @@ import pandas as pd
 from matplotlib.ticker import FixedLocator
 
 from experiments.figures.hidden import check_shown
-from experiments.figures.style import figure, labelled, link_title, looks, save_data, size_label, time_label
+from experiments.figures.style import BAND, figure, labelled, link_title, looks, save_data, size_label, time_label
 
 ALGORITHMS = (
     "ring", "tree", "centralized", "recursive_doubling", "halving_doubling", "direct", "hierarchical",
     "chunked_ring",
 )  # fmt: skip
 SHOWN = [
-    "link", "world", "algorithm", "size_bytes", "step_s", "fastest_s", "slowest_s", "step_sent_bytes", "closed_form_s"
+    "link", "world", "algorithm", "size_bytes", "step_s", "p10_s", "p90_s", "fastest_s", "slowest_s",
+    "step_sent_bytes", "closed_form_s",
 ]  # fmt: skip
 
 
@@ -48,7 +49,11 @@ def _by_link(cells: pd.DataFrame, file: Path) -> None:
         for (link, world), axes in zip(places, panels.flat, strict=False):
             here = cells[(cells["link"] == link) & (cells["world"] == world)]
             for algorithm, line in here.groupby("algorithm", sort=False):
-                axes.plot(line["size_bytes"], line["step_s"], label=algorithm, **look_of[algorithm])
+                look = look_of[algorithm]
+                axes.plot(line["size_bytes"], line["step_s"], label=algorithm, **look)
+                if line["p10_s"].notna().all():
+                    sizes, low, high = (line[name].astype(float) for name in ("size_bytes", "p10_s", "p90_s"))
+                    axes.fill_between(sizes, low, high, color=look["color"], **BAND)
             axes.set_title(f"{world} Macs, {link_title(link)}")
             _log_axes(axes)
         for axes in panels.flat[len(places) :]:
@@ -59,7 +64,9 @@ def _by_link(cells: pd.DataFrame, file: Path) -> None:
             for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
         }
         words = [_word(name) for name in named]
-        panels.flat[-1].legend(named.values(), words, loc="center", title="simulated all-reduce by", fontsize=10)
+        panels.flat[-1].legend(
+            named.values(), words, loc="center", title="simulated all-reduce by\n(shaded: p10 to p90)", fontsize=10
+        )
         sheet.supxlabel("size of the reduced tensor")
         for axes in panels[:, 0]:
             axes.set_ylabel("time")

@@ -55,6 +55,8 @@ def _summary(cells: pd.DataFrame) -> pd.DataFrame:
             "step_sent_bytes": by["step_sent_bytes"].mean(),
             "payload_share": by["payload_share"].mean(),
             "step_s": by["step_s"].mean(),
+            "p10_s": by["p10_s"].mean(),
+            "p90_s": by["p90_s"].mean(),
             "encode_s": by["encode_s"].mean(),
         }
     ).reset_index()

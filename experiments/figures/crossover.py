@@ -18,6 +18,7 @@ from experiments.figures.methods import method, with_methods
 from experiments.figures.style import count_label, figure, labelled, rate_label, save_data
 from experiments.study.grid import SINGLE
 from experiments.study.models import NAME, Transformer
+from experiments.study.tables import draws_of
 from hcsim.config.training import read_spec
 from hcsim.units import BitRate, decode_quantity
 
@@ -39,6 +40,8 @@ AIR_BPS = 780e6
 """What Wi-Fi 6 carries; all stations share it, and every byte between two of them crosses it twice."""
 MEMORY_BYTES, BYTES_PER_PARAMETER = 32e9, 12
 """Parameters, gradients and momentum in float32 have to fit into a Mac."""
+SURE = 0.8
+"""A tile's method counts as the fastest if it is in so many of the draws of machines and links."""
 FILES = r"crossover(_\d+_macs)?"
 
 
@@ -80,7 +83,7 @@ def _sheet(choices: list[pd.DataFrame], fills: dict[str, tuple[str, str]], place
         winners = {name for tiles in choices for name in tiles["fastest"]}
         shown = [name for name in fills if name in winners]
         handles = [Rectangle((0, 0), 1, 1, facecolor=fills[n][0], hatch=fills[n][1], edgecolor="0.35") for n in shown]
-        words = "fastest (in the tiles: times as fast as one Mac alone)"
+        words = "fastest (in the tiles: times as fast as one Mac alone; ?: with other likely figures another one is)"
         sheet.legend(handles, shown, loc="outside lower center", ncols=6, title=words, handleheight=1.6)
 
 
@@ -88,17 +91,25 @@ def _tiles(cells: pd.DataFrame) -> pd.DataFrame:
     """For each point of the grid, the fastest in the mean over the seeds, and how much faster than alone it is."""
     specs = {task: read_spec(task, {NAME: Transformer}, "task") for task in dict.fromkeys(cells["task"])}
     alone = cells[cells["strategy"] == SINGLE].groupby("task")["step_s"].mean()
+    draws = {(row["task"], row["link"], row["method"]): draws_of(row) for row in cells.to_dict("records")}
+    draws_alone = {row["task"]: draws_of(row) for row in cells[cells["strategy"] == SINGLE].to_dict("records")}
     rows = []
     together = cells[cells["strategy"] != SINGLE]
     for (task, link), part in together.groupby(["task", "link"], sort=False):
         means_s = part.groupby("method", sort=False)["step_s"].mean()
         times_s = {method(SINGLE): float(alone[task]), **means_s.astype(float)}
         fastest = min(times_s, key=lambda name: times_s[name])
+        drawn_s = {name: times_s[name] * draws[task, link, name] for name in means_s.index}
+        drawn_s[method(SINGLE)] = times_s[method(SINGLE)] * draws_alone[task]
+        others_s = np.min([each_s for name, each_s in drawn_s.items() if name != fastest], axis=0)
+        speedups = drawn_s[method(SINGLE)] / drawn_s[fastest]
         rows.append(
             {
                 "world": int(part["world"].iloc[0]), "tokens": specs[task].tokens, "parameters": specs[task].parameters,
                 "link": link, "rate_bps": float(decode_quantity(BitRate, link.partition(":")[2])), "fastest": fastest,
                 "speedup": times_s[method(SINGLE)] / times_s[fastest],
+                **dict(zip(("speedup_p10", "speedup_p90"), np.quantile(speedups, (0.1, 0.9)), strict=True)),
+                "fastest_in": float(np.mean(drawn_s[fastest] <= others_s)),
                 **{f"{name}, s": time_s for name, time_s in times_s.items()},
             }
         )  # fmt: skip
@@ -118,7 +129,7 @@ def _panel(axes: Any, tiles: pd.DataFrame, fills: dict[str, tuple[str, str]]) ->
             )
         )
         axes.text(
-            (left * right) ** 0.5, (low * high) ** 0.5, _times(tile["speedup"]), ha="center", va="center", fontsize=7,
+            (left * right) ** 0.5, (low * high) ** 0.5, _words(tile), ha="center", va="center", fontsize=7,
             bbox={"boxstyle": "round,pad=0.12", "facecolor": "white", "edgecolor": "none", "alpha": 0.75},
         )  # fmt: skip
     _borders(axes, tiles, rates, sizes)
@@ -173,5 +184,6 @@ def _edges(centres: list[float]) -> list[float]:
     return [float(edge) for edge in np.exp(ends)]
 
 
-def _times(speedup: float) -> str:
-    return f"{speedup:.1f}×" if speedup > 1 else "1×"
+def _words(tile: dict[str, Any]) -> str:
+    times = f"{tile['speedup']:.1f}×" if tile["speedup"] > 1 else "1×"
+    return times if tile["fastest_in"] >= SURE else f"{times} ?"

@@ -41,7 +41,9 @@ def draw(cells: pd.DataFrame, curves: pd.DataFrame, out: Path) -> None:
 
 def _summary(table: pd.DataFrame) -> pd.DataFrame:
     """Mean and range over the seeds."""
-    table = table.assign(steps_per_s=table["samples_per_s"] / table["batch"])
+    rates = table["samples_per_s"] / table["batch"]
+    slow, fast = (rates * table["step_s"] / table[end] for end in ("p90_s", "p10_s"))
+    table = table.assign(steps_per_s=rates, steps_per_s_p10=slow, steps_per_s_p90=fast)
     healthy = table[table["failures_per_hour"] == 0].groupby("method")["steps_per_s"].mean().rename("healthy")
     table = table.merge(healthy.reset_index(), on="method")
     table = table.assign(of_healthy=table["steps_per_s"] / table["healthy"])
@@ -49,6 +51,8 @@ def _summary(table: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(
         {
             "seeds": by["seed"].nunique(),
+            "steps_per_s_p10": by["steps_per_s_p10"].mean(),
+            "steps_per_s_p90": by["steps_per_s_p90"].mean(),
             "steps_per_s": by["steps_per_s"].mean(),
             "lowest": by["steps_per_s"].min(),
             "highest": by["steps_per_s"].max(),

@@ -9,12 +9,16 @@ import pandas as pd
 
 from experiments.figures.hidden import METHOD, check_shown
 from experiments.figures.methods import with_methods
-from experiments.figures.style import figure, in_order, link_title, looks, save_data, task_title
+from experiments.figures.style import BAND, figure, in_order, link_title, looks, save_data, task_title
 from experiments.study.grid import SINGLE
 
 LINKS = ("1gbe", "2.5gbe", "thunderbolt", "wifi6")
+BAND_OF_SPEEDUP = ("speedup_p10", "speedup_p90")
 MODELS = ("resnet50", "gpt2", "llama-1b", "llama-7b")
-SHOWN = ["task", "method", "link", "world", "batch", "step_s", "step_sent_bytes", "speedup"]
+SHOWN = [
+    "task", "method", "link", "world", "batch", "step_s", "p10_s", "p90_s", "step_sent_bytes", "speedup",
+    *BAND_OF_SPEEDUP,
+]  # fmt: skip
 
 
 def draw(cells: pd.DataFrame, curves: pd.DataFrame, out: Path) -> None:
@@ -25,7 +29,7 @@ def draw(cells: pd.DataFrame, curves: pd.DataFrame, out: Path) -> None:
     alone = table[table["strategy"] == SINGLE].groupby(["task", "world"])["step_s"].mean().rename("alone_s")
     table = table[table["strategy"] != SINGLE].merge(alone.reset_index(), on=["task", "world"])
     by = table.groupby(["task", "method", "link", "world", "batch"], sort=False)
-    table = by[["step_s", "step_sent_bytes", "alone_s"]].mean().reset_index()
+    table = by[["step_s", "p10_s", "p90_s", "step_sent_bytes", "alone_s", *BAND_OF_SPEEDUP]].mean().reset_index()
     table = table.assign(speedup=table["alone_s"] / table["step_s"])
     save_data(table[SHOWN], out / "scaling")
     links = in_order(table["link"], LINKS)
@@ -40,7 +44,7 @@ def draw(cells: pd.DataFrame, curves: pd.DataFrame, out: Path) -> None:
             row[0].set_ylabel("times as fast as one Mac")
         for axes in panels[-1]:
             axes.set_xlabel("Macs")
-        panels[0, 0].legend(loc="upper left", fontsize=8)
+        panels[0, 0].legend(loc="upper left", fontsize=8, title="shaded: p10 to p90", title_fontsize=8)
 
 
 def _panel(axes: Any, table: pd.DataFrame, most: int, models: dict[str, dict[str, Any]]) -> None:
@@ -51,7 +55,11 @@ def _panel(axes: Any, table: pd.DataFrame, most: int, models: dict[str, dict[str
     for task, look in models.items():
         line = table[table["task"] == task].sort_values("world")
         if len(line):
-            axes.plot([1, *line["world"]], [1.0, *line["speedup"]], label=task_title(task), **look)
+            worlds = [1, *line["world"]]
+            axes.plot(worlds, [1.0, *line["speedup"]], label=task_title(task), **look)
+            if line["speedup_p10"].notna().all():
+                low, high = ([1.0, *line[name]] for name in BAND_OF_SPEEDUP)
+                axes.fill_between(worlds, low, high, color=look["color"], **BAND)
     axes.set_xlim(0.8, most + 0.2)
     axes.set_ylim(0, most + 0.2)
     axes.set_xticks(sorted({1, *map(int, table["world"])}))

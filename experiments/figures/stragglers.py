@@ -9,7 +9,7 @@ import pandas as pd
 
 from experiments.figures.hidden import METHOD, check_shown, only
 from experiments.figures.methods import with_methods
-from experiments.figures.style import LOOKS, figure, link_title, save_data, task_title
+from experiments.figures.style import BARS, LOOKS, bars, figure, link_title, save_data, task_title
 
 EQUAL = "equal"
 VARIANTS = {
@@ -18,7 +18,11 @@ VARIANTS = {
     "one-on-wifi": "one is on Wi-Fi 6",
     EQUAL: "all are equal",
 }
-SHOWN = ["method", "link", "variant", "world", "steps", "samples_per_s", "of_equal"]
+SHOWN = [
+    "method", "link", "variant", "world", "steps", "samples_per_s", "samples_per_s_p10", "samples_per_s_p90", "of_equal"
+]  # fmt: skip
+_APART = 0.17
+"""Of the markers in a row, so that their bars do not lie on each other."""
 
 
 def draw(cells: pd.DataFrame, curves: pd.DataFrame, out: Path) -> None:
@@ -29,7 +33,7 @@ def draw(cells: pd.DataFrame, curves: pd.DataFrame, out: Path) -> None:
     save_data(table[SHOWN], out / "stragglers")
     names = list(dict.fromkeys(table["method"]))
     links = list(dict.fromkeys(table["link"]))
-    with figure(3.9 * len(links) + 2.0, 1.3 + 0.36 * len(names), out / "stragglers") as sheet:
+    with figure(3.9 * len(links) + 2.0, 1.3 + 0.5 * len(names), out / "stragglers") as sheet:
         panels = sheet.subplots(1, len(links), sharey=True, squeeze=False)[0]
         for axes, link in zip(panels, links, strict=True):
             _panel(axes, table[table["link"] == link], names)
@@ -43,21 +47,25 @@ def _relative(table: pd.DataFrame) -> pd.DataFrame:
     same = ["method", "link", "seed"]
     equal = table.loc[table["variant"] == EQUAL, [*same, "samples_per_s"]]
     joined = table.merge(equal.rename(columns={"samples_per_s": "equal_samples_per_s"}), on=same)
-    return joined.assign(of_equal=joined["samples_per_s"] / joined["equal_samples_per_s"])
+    rates = joined["samples_per_s"]
+    return joined.assign(
+        of_equal=rates / joined["equal_samples_per_s"],
+        samples_per_s_p10=rates * joined["step_s"] / joined["p90_s"],
+        samples_per_s_p90=rates * joined["step_s"] / joined["p10_s"],
+    )
 
 
 def _panel(axes: Any, table: pd.DataFrame, names: list[str]) -> None:
-    for place, name in enumerate(names):
-        rates = table.loc[table["method"] == name, "samples_per_s"].astype(float)
-        if len(rates):
-            axes.plot([rates.min(), rates.max()], [place] * 2, color="0.6", linewidth=1.0)
     for number, (variant, words) in enumerate(VARIANTS.items()):
         part = table[table["variant"] == variant]
-        look = LOOKS[number] | {"linestyle": "", "markersize": 7.0}
+        look = LOOKS[number] | {"linestyle": "", "markersize": 5.5}
         if variant == EQUAL:
-            look = {"color": "black", "marker": "|", "linestyle": "", "markersize": 14, "markeredgewidth": 1.8}
-        axes.plot(part["samples_per_s"], [names.index(name) for name in part["method"]], label=words, **look)
+            look = {"color": "black", "marker": "|", "linestyle": "", "markersize": 9, "markeredgewidth": 1.8}
+        places = [names.index(name) + _APART * (number - (len(VARIANTS) - 1) / 2) for name in part["method"]]
+        rates = part["samples_per_s"].astype(float)
+        lengths = bars(rates, part["samples_per_s_p10"], part["samples_per_s_p90"])
+        axes.errorbar(rates, places, xerr=lengths, label=words, **look, **BARS)
     axes.set_xlim(left=0)
     axes.set_ylim(-0.6, len(names) - 0.4)
-    axes.set_xlabel("samples per second")
+    axes.set_xlabel("samples per second (bars: p10 to p90)")
     axes.grid(axis="y", visible=False)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
+import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullLocator
@@ -70,6 +71,18 @@ def save_data(table: pd.DataFrame, file: Path) -> None:
 def spread(mean: pd.Series, lowest: pd.Series, highest: pd.Series) -> list[pd.Series]:
     """Bars from the lowest to the highest; the mean of equal numbers can be a rounding error beside them."""
     return [(mean - lowest).clip(lower=0), (highest - mean).clip(lower=0)]
+
+
+BAND = {"alpha": 0.16, "linewidth": 0}
+"""How a band from p10 to p90 is shaded, in the colour of its line."""
+BARS: dict[str, Any] = {"elinewidth": 0.8, "capsize": 1.5, "ecolor": "0.6"}
+"""How bars from p10 to p90 are drawn, behind their markers."""
+
+
+def bars(values: pd.Series, lowest: pd.Series, highest: pd.Series) -> list[np.ndarray]:
+    """The lengths of bars on both sides; none where no band is known."""
+    filled = [end.astype(float).fillna(values.astype(float)) for end in (lowest, highest)]
+    return [part.to_numpy() for part in spread(values.astype(float), *filled)]
 
 
 def task_title(task: str) -> str:

@@ -14,10 +14,22 @@ import pandas as pd
 
 from experiments.figures.hidden import METHOD, check_shown, only
 from experiments.figures.methods import method, with_methods
-from experiments.figures.style import figure, in_order, labelled, link_title, looks, save_data, task_title, time_label
+from experiments.figures.style import (
+    BARS,
+    bars,
+    figure,
+    in_order,
+    labelled,
+    link_title,
+    looks,
+    save_data,
+    task_title,
+    time_label,
+)
 from experiments.study.grid import SINGLE
 
 LINKS = ("1gbe", "2.5gbe", "thunderbolt", "wifi6", "two-homes")
+ENDS = ("p10_s", "p90_s")
 SMALL, LARGE = "digits", "resnet50"
 
 
@@ -30,6 +42,7 @@ def draw(cells: pd.DataFrame, curves: pd.DataFrame, out: Path) -> None:
     cells = with_methods(cells)
     trained = _trained(cells, curves)
     composed = _composed(cells, trained)
+    trained, composed = _with_bands(trained), _with_bands(composed)
     table = pd.concat([part for part in (trained, composed) if len(part)], ignore_index=True)
     save_data(table, out / "time_to_target")
     together = table[table["method"] != method(SINGLE)]
@@ -46,6 +59,14 @@ def draw(cells: pd.DataFrame, curves: pd.DataFrame, out: Path) -> None:
         panels[1].legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
 
 
+def _with_bands(table: pd.DataFrame) -> pd.DataFrame:
+    """How many steps are needed has no band here, only how long they take."""
+    if table.empty:
+        return table
+    ends = {f"time_to_target_{end}": table["time_to_target_s"] * table[end] / table["step_s"] for end in ENDS}
+    return table.assign(**ends)
+
+
 def _trained(cells: pd.DataFrame, curves: pd.DataFrame) -> pd.DataFrame:
     """Mean over the seeds; none where a seed did not get there."""
     steps = _steps_to_target(curves)
@@ -57,7 +78,7 @@ def _trained(cells: pd.DataFrame, curves: pd.DataFrame) -> pd.DataFrame:
         rows.append(
             {
                 "task": SMALL, "method": name, "link": link, "seeds": len(part), "reached": int(reached.sum()),
-                "step_s": part["step_s"].mean(),
+                "step_s": part["step_s"].mean(), "p10_s": part["p10_s"].mean(), "p90_s": part["p90_s"].mean(),
                 "steps_to_target": part["steps_to_target"].mean() if all_there else None,
                 "time_to_target_s": part["time_to_target_s"].mean() if all_there else None,
             }
@@ -74,7 +95,7 @@ def _steps_to_target(curves: pd.DataFrame) -> pd.DataFrame:
 def _composed(cells: pd.DataFrame, trained: pd.DataFrame) -> pd.DataFrame:
     """Time per step of the large model, by the steps that the small one needed."""
     large = cells[cells["task"] == LARGE]
-    times = large.groupby(["method", "link"], sort=False)["step_s"].mean().reset_index()
+    times = large.groupby(["method", "link"], sort=False)[["step_s", "p10_s", "p90_s"]].mean().reset_index()
     needed = trained[["method", "link", "seeds", "reached", "steps_to_target"]]
     joined = times.merge(needed, on=["method", "link"], how="inner")
     joined.insert(0, "task", LARGE)
@@ -91,7 +112,9 @@ def _panel(axes: Any, table: pd.DataFrame, names: list[str], dots: dict[str, dic
     for link, part in table[table["method"] != method(SINGLE)].groupby("link", sort=False):
         there = part[part["time_to_target_s"].notna()]
         places = [names.index(name) for name in there["method"]]
-        axes.plot(there["time_to_target_s"], places, **dots[link])
+        times_s = there["time_to_target_s"].astype(float)
+        lengths = bars(times_s, *(there[f"time_to_target_{end}"] for end in ENDS))
+        axes.errorbar(times_s, places, xerr=lengths, **dots[link], **BARS)
     for place, name in enumerate(names):
         times_s = table.loc[table["method"] == name, "time_to_target_s"]
         if len(times_s) and times_s.isna().all():
@@ -99,7 +122,7 @@ def _panel(axes: Any, table: pd.DataFrame, names: list[str], dots: dict[str, dic
                           fontsize=8, color="0.4", backgroundcolor="white")  # fmt: skip
     axes.set_xscale("log")
     labelled(axes.xaxis, time_label)
-    axes.set_xlabel("simulated time")
+    axes.set_xlabel("simulated time (bars: p10 to p90)")
     axes.set_title(title)
     axes.grid(axis="x", visible=False)
     axes.set_ylim(-0.6, len(names) - 0.4)

@@ -17,9 +17,10 @@ import msgspec
 
 from experiments.clusters import ALONE
 from hcsim.registry import loaded_plugins, plugins_sha256
+from hcsim.twin.effects import Effect
 
 ROOT = Path(__file__).parents[2]
-_MEASURING = ("cell", "failures", "measure", "measure_training", "models")
+_MEASURING = ("bands", "cell", "failures", "measure", "measure_training", "models")
 _CODE = (
     "hcsim/**/*.py", "hcsim/**/*.[ch]", "hcsim/scenarios/*.toml", "experiments/clusters.py",
     *(f"experiments/study/{name}.py" for name in _MEASURING),
@@ -97,6 +98,11 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     steps: int = 0
     step_s: float | None = None
     """Of an all-reduce the median; of training the mean in the second half, over whole periods of its strategy."""
+    p10_s: float | None = None
+    """Of that, by the spread of the figures of machines and links."""
+    p90_s: float | None = None
+    effects: tuple[Effect, ...] = ()
+    """What the band rests on."""
     fastest_s: float | None = None
     slowest_s: float | None = None
     total_s: float | None = None

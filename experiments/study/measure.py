@@ -14,7 +14,7 @@ from hcsim.collectives.cost import closed_form
 from hcsim.collectives.group import Group
 from hcsim.collectives.select import Options
 from hcsim.config import Scenario
-from hcsim.launch.virtual import simulate
+from hcsim.launch.virtual import Outcome, simulate
 from hcsim.runtime.channel import Phantom
 from hcsim.runtime.frame import HEADER_BYTES
 from hcsim.transport.groups import MAX_FRAME_BYTES, Wire
@@ -26,7 +26,7 @@ MEETING_S = 1.0
 
 
 def measured(cell: AnyCell) -> Result:
-    """What the cell comes to."""
+    """What the cell comes to, without its band."""
     if isinstance(cell, AllReduce):
         return _all_reduces(cell)
     # torch is behind this, and cells without training need not pay for it.
@@ -35,18 +35,21 @@ def measured(cell: AnyCell) -> Result:
     return trained(cell)
 
 
+def timed(cell: AnyCell, scenario: Scenario) -> float:
+    """The time that the cell is about in another scenario of its cluster, with shapes in place of data."""
+    if isinstance(cell, AllReduce):
+        return _all_reduce_s(cell, scenario)
+    from experiments.study.measure_training import step_s
+
+    return step_s(cell, scenario)
+
+
 def _all_reduces(cell: AllReduce) -> Result:
     """The median over some repeats after a first one, which opens connections and windows."""
     place = cluster(cell.link, cell.world)
-    # The formulas know no pipelining, so messages are not cut where they are compared.
-    wire = Wire(segment_bytes=MAX_FRAME_BYTES) if place.alpha_beta else Wire()
-
-    async def program(group: Group) -> tuple[list[float], int]:
-        return await _timed(group, cell.algorithm, cell.size_bytes, cell.repeats)
-
-    outcome = simulate(place.scenario, program, options=Options(timeout_s=TIMEOUT_S, groups=place.groups), wire=wire)
-    by_rank, sent_bytes = zip(*outcome.values(), strict=True)
-    times_s = [round(max(times), 9) for times in zip(*by_rank, strict=True)]  # the simulator's clock has whole ns
+    outcome = _simulated(cell, place)
+    times_s = _slowest_s(outcome)
+    _, sent_bytes = zip(*outcome.values(), strict=True)
     return Result(
         steps=cell.repeats,
         step_s=statistics.median(times_s),
@@ -57,6 +60,28 @@ def _all_reduces(cell: AllReduce) -> Result:
         closed_form_s=_formula_s(cell, place),
         **fingerprints(place.scenario, outcome.trace_sha256),
     )
+
+
+def _all_reduce_s(cell: AllReduce, scenario: Scenario) -> float:
+    """The time of the cell in another scenario of its cluster."""
+    place = cluster(cell.link, cell.world)
+    return statistics.median(_slowest_s(_simulated(cell, msgspec.structs.replace(place, scenario=scenario))))
+
+
+def _simulated(cell: AllReduce, place: Cluster) -> Outcome[tuple[list[float], int]]:
+    # The formulas know no pipelining, so messages are not cut where they are compared.
+    wire = Wire(segment_bytes=MAX_FRAME_BYTES) if place.alpha_beta else Wire()
+
+    async def program(group: Group) -> tuple[list[float], int]:
+        return await _timed(group, cell.algorithm, cell.size_bytes, cell.repeats)
+
+    return simulate(place.scenario, program, options=Options(timeout_s=TIMEOUT_S, groups=place.groups), wire=wire)
+
+
+def _slowest_s(outcome: Outcome[tuple[list[float], int]]) -> list[float]:
+    """Of each repeat the time of the slowest rank; the simulator's clock has whole ns."""
+    by_rank, _ = zip(*outcome.values(), strict=True)
+    return [round(max(times), 9) for times in zip(*by_rank, strict=True)]
 
 
 def _formula_s(cell: AllReduce, place: Cluster) -> float | None:

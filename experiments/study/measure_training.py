@@ -5,13 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from experiments.clusters import cluster
+import msgspec
+
+from experiments.clusters import Cluster, cluster
 from experiments.study.cell import Point, Result, Train
 from experiments.study.failures import MOST, failing
 from experiments.study.measure import TIMEOUT_S, fingerprints
 from experiments.study.models import NAME, transformer
 from hcsim.collectives.select import Options
 from hcsim.compressors.registry import make
+from hcsim.config import Scenario
 from hcsim.config.training import Training
 from hcsim.errors import CompressionError, ConfigError
 from hcsim.launch.virtual import Outcome, simulate
@@ -20,6 +23,7 @@ from hcsim.training.run import Report
 from hcsim.training.strategies import DiLoCo, LocalSgd, strategy
 from hcsim.training.task import Task
 from hcsim.training.tasks import task
+from hcsim.training.tasks.shapes import shapes_of
 from hcsim.training.trainer import train
 from hcsim.transport.groups import MAX_FRAME_BYTES, Wire
 from hcsim.units import PositiveBytes, PositiveSeconds
@@ -41,16 +45,9 @@ def trained(cell: Train) -> Result:
         place.scenario, cell.failure, cell.failures_per_hour, cell.failure_s, LONGEST_S, cell.seed
     )
     what = task_named(cell.task)
-    own_batch = cell.batch or what.defaults.batch
-    global_batch = own_batch * cell.world
-    settings = _settings(cell, global_batch if cell.alone else own_batch)
-    size_bytes = FLOAT_BYTES * sum(math.prod(shape) for block in what.blocks for _, shape in block.shapes)
-    outcome = simulate(
-        scenario,
-        lambda group: train(group, settings, cell.seed, what=what),
-        options=Options(timeout_s=settings.timeout_s, groups=place.groups),
-        wire=Wire(segment_bytes=MAX_FRAME_BYTES) if size_bytes >= COARSE_BYTES else Wire(),
-    )
+    global_batch = (cell.batch or what.defaults.batch) * cell.world
+    size_bytes = _size_bytes(what)
+    outcome = _simulated(cell, msgspec.structs.replace(place, scenario=scenario), what)
     if any(isinstance(result, CompressionError) and NOT_FINITE in str(result) for result in outcome.results):
         # Training came to nothing, which is a result.
         return Result(diverged=True, batch=global_batch, **fingerprints(scenario, outcome.trace_sha256))
@@ -66,7 +63,7 @@ def trained(cell: Train) -> Result:
     last = points[-1] if points else None
     return Result(
         steps=steps,
-        step_s=round(_step_s(reports[0], _period(cell.strategy)), 9),
+        step_s=round(_step_s(reports[0], period(cell.strategy)), 9),
         total_s=round(total_s, 9),
         step_sent_bytes=max(report.sent_bytes for report in reports) / steps,
         payload_share=_payload_bytes(cell, what) / size_bytes,
@@ -84,6 +81,30 @@ def trained(cell: Train) -> Result:
         parameters_sha256=reports[0].sha256,
         **fingerprints(scenario, outcome.trace_sha256),
     )
+
+
+def step_s(cell: Train, scenario: Scenario) -> float:
+    """The time of a step in another scenario of the cell's cluster, with shapes in place of data; where nodes fail, of
+    all steps."""
+    chosen = failing(scenario, cell.failure, cell.failures_per_hour, cell.failure_s, LONGEST_S, cell.seed)
+    place = msgspec.structs.replace(cluster(cell.link, cell.world, cell.variant), scenario=chosen.scenario)
+    reports = _reports(_simulated(cell, place, shapes_of(task_named(cell.task))), cell)
+    return reports[0].points[-1].time_s if cell.failures_per_hour else _step_s(reports[0], period(cell.strategy))
+
+
+def _simulated(cell: Train, place: Cluster, what: Task) -> Outcome[Report]:
+    own_batch = cell.batch or what.defaults.batch
+    settings = _settings(cell, own_batch * cell.world if cell.alone else own_batch)
+    return simulate(
+        place.scenario,
+        lambda group: train(group, settings, cell.seed, what=what),
+        options=Options(timeout_s=settings.timeout_s, groups=place.groups),
+        wire=Wire(segment_bytes=MAX_FRAME_BYTES) if _size_bytes(what) >= COARSE_BYTES else Wire(),
+    )
+
+
+def _size_bytes(what: Task) -> int:
+    return FLOAT_BYTES * sum(math.prod(shape) for block in what.blocks for _, shape in block.shapes)
 
 
 def task_named(name: str) -> Task:
@@ -114,7 +135,7 @@ def _settings(cell: Train, batch: int) -> Training:
     )  # fmt: skip
 
 
-def _period(spec: str) -> int:
+def period(spec: str) -> int:
     """From how many steps on a run repeats itself."""
     chosen = strategy(spec)
     return chosen.every if isinstance(chosen, LocalSgd | DiLoCo) else 1

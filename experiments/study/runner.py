@@ -16,8 +16,8 @@ from time import perf_counter
 
 import msgspec
 
+from experiments.study.bands import banded
 from experiments.study.cell import AnyCell, Result
-from experiments.study.measure import measured
 from hcsim.registry import load_plugin, loaded_plugins
 from hcsim.workers import starting
 
@@ -98,7 +98,7 @@ def _work(line: Connection, plugins: Sequence[str]) -> None:
         except (EOFError, OSError):  # the parent is gone
             return
         try:
-            result = measured(cell)
+            result = banded(cell)
         except Exception as error:
             result = Result(error=f"{type(error).__name__}: {error}")
         try:

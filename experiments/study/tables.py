@@ -6,34 +6,40 @@ on this machine, so the same code always writes the same bytes.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pandas as pd
 
 from experiments.study.cell import AllReduce, AnyCell, Result
 from experiments.study.grid import SINGLE, Asked
 from hcsim.files import write_whole
+from hcsim.twin.effects import Effect, percentiles, relative_times
 
 IDENTITY = (
     "study", "kind", "task", "strategy", "compressor", "algorithm", "link", "variant", "world", "seed",
     "size_bytes", "failure", "failures_per_hour", "failure_s", "target_loss",
 )  # fmt: skip
 MEASURED = (
-    "batch", "steps", "step_s", "fastest_s", "slowest_s", "total_s", "closed_form_s", "step_sent_bytes",
-    "payload_share", "diverged", "final_loss", "final_accuracy", "time_to_target_s", "samples_per_s", "speedup",
-    "compute_s", "encode_s", "exchange_s", "lost_ranks", "scenario", "scenario_sha256", "trace_sha256",
-    "parameters_sha256", "error",
+    "batch", "steps", "step_s", "p10_s", "p90_s", "effects", "fastest_s", "slowest_s", "total_s", "closed_form_s",
+    "step_sent_bytes", "payload_share", "diverged", "final_loss", "final_accuracy", "time_to_target_s", "samples_per_s",
+    "speedup", "speedup_p10", "speedup_p90", "compute_s", "encode_s", "exchange_s", "lost_ranks", "scenario",
+    "scenario_sha256", "trace_sha256", "parameters_sha256", "error",
 )  # fmt: skip
+_COMPARED = ("speedup", "speedup_p10", "speedup_p90")
 CURVE = ("step", "time_s", "sent_bytes", "train_loss", "loss", "accuracy")
 
 _WHOLE = ("world", "seed", "size_bytes", "batch", "steps", "step", "sent_bytes", "lost_ranks")
 _NUMBERS = (
-    "failures_per_hour", "failure_s", "target_loss", "step_s", "fastest_s", "slowest_s", "total_s", "closed_form_s",
-    "step_sent_bytes", "payload_share", "final_loss", "final_accuracy", "time_to_target_s", "samples_per_s", "speedup",
-    "compute_s", "encode_s", "exchange_s", "time_s", "train_loss", "loss", "accuracy",
+    "failures_per_hour", "failure_s", "target_loss", "step_s", "p10_s", "p90_s", "fastest_s", "slowest_s", "total_s",
+    "closed_form_s", "step_sent_bytes", "payload_share", "final_loss", "final_accuracy", "time_to_target_s",
+    "samples_per_s", "speedup", "speedup_p10", "speedup_p90", "compute_s", "encode_s", "exchange_s", "time_s",
+    "train_loss", "loss", "accuracy",
 )  # fmt: skip
 
 
@@ -42,10 +48,12 @@ def cell_table(asked: Sequence[Asked], results: Mapping[AnyCell, Result]) -> pd.
     rows = []
     for study, cell in asked:
         result = results[cell]
-        row = _identity(study, cell) | {name: getattr(result, name) for name in MEASURED if name != "speedup"}
-        rows.append(row)
-    table = _typed(pd.DataFrame(rows, columns=[name for name in (*IDENTITY, *MEASURED) if name != "speedup"]))
-    table.insert(table.columns.get_loc("samples_per_s") + 1, "speedup", _speedups(table))
+        row = _identity(study, cell) | {name: getattr(result, name) for name in MEASURED if name not in _COMPARED}
+        rows.append(row | {"effects": effects_text(result.effects)})
+    table = _typed(pd.DataFrame(rows, columns=[name for name in (*IDENTITY, *MEASURED) if name not in _COMPARED]))
+    place = table.columns.get_loc("samples_per_s") + 1
+    for number, (name, values) in enumerate(_speedups(table).items()):
+        table.insert(place + number, name, values)
     return table
 
 
@@ -88,11 +96,41 @@ def _kind(column: str) -> str:
     return "Float64" if column in _NUMBERS else "boolean" if column == "diverged" else "string"
 
 
-def _speedups(table: pd.DataFrame) -> pd.Series:
+def effects_text(effects: Sequence[Effect]) -> str | None:
+    """As JSON: the relative time with each figure at its faster and at its slower percentile."""
+    by_figure = {each.figure: [round(each.faster, 6), round(each.slower, 6)] for each in effects}
+    return json.dumps(by_figure, ensure_ascii=False) if by_figure else None
+
+
+@cache
+def effects_of(text: str) -> tuple[Effect, ...]:
+    """What `effects_text` has written."""
+    return tuple(Effect(figure, *ends) for figure, ends in json.loads(text).items())
+
+
+def draws_of(row: Mapping[str, Any]) -> np.ndarray:
+    """Draws of a row's time of a step, relative to it; those of rows that rest on the same figures belong together."""
+    text = row["effects"]
+    return relative_times(() if pd.isna(text) else effects_of(text), of=f"{row['scenario']} {row['strategy']}")
+
+
+def _speedups(table: pd.DataFrame) -> pd.DataFrame:
     """By the time per step, which leaves out the opening of connections, relative to one machine that does the same
-    steps alone."""
+    steps alone. If Macs are slower than was thought, both take longer."""
     same = ["study", "task", "world", "batch"]
     alone = table[(table["strategy"] == SINGLE) & table["step_s"].notna()]
-    reference = alone.groupby(same)["step_s"].mean().rename("alone_s").reset_index()
-    joined = table[[*same, "step_s"]].merge(reference, on=same, how="left")
-    return (joined["alone_s"] / joined["step_s"]).astype("Float64").to_numpy()
+    means_s = alone.groupby(same)["step_s"].mean()
+    draws = {key: draws_of(row) for key, row in zip(_keys(alone, same), alone.to_dict("records"), strict=True)}
+    rows = []
+    for key, row in zip(_keys(table, same), table.to_dict("records"), strict=True):
+        if key not in draws or pd.isna(row["step_s"]):
+            rows.append((None, None, None))
+            continue
+        speedup = means_s[key] / row["step_s"]
+        low, high = percentiles(draws[key] / draws_of(row))
+        rows.append((speedup, low * speedup, high * speedup))
+    return pd.DataFrame(rows, columns=list(_COMPARED), dtype="Float64")
+
+
+def _keys(table: pd.DataFrame, names: Sequence[str]) -> list[tuple[Any, ...]]:
+    return list(table[list(names)].itertuples(index=False, name=None))

@@ -49,7 +49,7 @@ class ManualRank(msgspec.Struct, frozen=True):
         return rank
 
 
-def run_virtual(scenario: Scenario, wire: Wire, files: RecordingFiles) -> bool:
+def run_virtual(scenario: Scenario, wire: Wire, files: RecordingFiles, bands: int | None = None) -> bool:
     """Run the job and show the outcome. Return whether all ranks got the right result."""
     job = scenario.job
     check_job(job)
@@ -70,6 +70,10 @@ def run_virtual(scenario: Scenario, wire: Wire, files: RecordingFiles) -> bool:
         record.keep(outcome.metrics)
     names = [node.name for node in scenario.nodes]
     screen.report(screen.title(job, len(names), scenario.name), job, len(names), laps)
+    if laps:
+        from hcsim.cli.twin import show_job_band
+
+        show_job_band(scenario, options, wire, [lap.seconds for lap in laps], bands, outcome.events)
     healthy = tell_failures(names, outcome.results)
     tell_fingerprint(outcome)
     return healthy and not any(lap.wrong for lap in laps)

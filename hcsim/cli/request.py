@@ -67,8 +67,9 @@ def bench(options: BenchOptions) -> bool:
     chosen = _scenario(options.scenario, text, options.seed)
     chosen = replace(chosen, job=settings.take("job", chosen.job))
     chosen, wire, files = _modelled(chosen, settings, {"--trace": options.trace})
+    bands = settings.take("prediction", PredictionSettings(), ("bands",)).bands
     settings.finish({"training": "with `hcsim run`", "cluster": "with `hcsim run`"})
-    return run_virtual(chosen, wire, files)
+    return run_virtual(chosen, wire, files, bands)
 
 
 def rank(options: RankOptions) -> bool:
@@ -215,8 +216,9 @@ def _virtual(options: RunOptions, chosen: Scenario, settings: Settings, training
 
         chosen = replace(chosen, job=settings.take("job", chosen.job))
         chosen, wire, files = _modelled(chosen, settings, {"--trace": options.trace})
+        bands = settings.take("prediction", PredictionSettings(), ("bands",)).bands
         settings.finish({"cluster": "where something is learned (--task)"})
-        return run_virtual(chosen, wire, files)
+        return run_virtual(chosen, wire, files, bands)
     forming = chosen.cluster is not None or settings.has("cluster")
     if forming:
         chosen = _clustered(chosen, settings.take("cluster", chosen.cluster or Cluster()))

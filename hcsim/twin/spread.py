@@ -21,7 +21,7 @@ import msgspec
 from msgspec.structs import replace
 
 from hcsim import rng
-from hcsim.config import AnyMedium, Basis, Machine, Node, Scenario, Thunderbolt
+from hcsim.config import AnyMedium, Basis, Cable, Machine, Node, Scenario, Thunderbolt
 from hcsim.config.machine import KernelEfficiency
 from hcsim.config.table import Table
 from hcsim.units import PositiveShare, Quantity, Seconds
@@ -31,8 +31,10 @@ BasisKind: TypeAlias = Literal["measured", "published", "estimated"]
 Factor: TypeAlias = Callable[[str, Basis], float]
 """Returns by how much longer what this figure stands for takes, from its name and basis."""
 
-_NORMAL = NormalDist()
-_TENTH_Z = _NORMAL.inv_cdf(0.9)
+NORMAL = NormalDist()
+TENTH_Z = NORMAL.inv_cdf(0.9)
+BY_KIND = "efficiency "
+"""How the names of figures begin that matter only where work is known by kinds of kernels."""
 _UNKNOWN = Basis()
 _NOT_A_SPEED = "gate"
 """Times with this prefix are no figures of how fast something is."""
@@ -57,12 +59,12 @@ def rescaled(scenario: Scenario, factor: Factor) -> Scenario:
         scenario,
         nodes=tuple(
             replace(
-                node, machine=machine(node), links=tuple(_slower(link, factors[link.medium]) for link in node.links)
+                node, machine=machine(node), links=tuple(made_slower(link, factors[link.medium]) for link in node.links)
             )
             for node in scenario.nodes
         ),
         media=tuple(_medium(medium, factors[medium.name], factor) for medium in scenario.media),
-        wan=tuple(_slower(line, factor(f"line {line.home}", _basis_of(line))) for line in scenario.wan),
+        wan=tuple(made_slower(line, factor(f"line {line.home}", _basis_of(line))) for line in scenario.wan),
     )
 
 
@@ -78,7 +80,7 @@ def _machine(machine: Machine, factor: Factor) -> Machine:
 
     def of_kind(each: KernelEfficiency) -> KernelEfficiency:
         apart = each.basis != machine.basis
-        return _less(each, factor(f"speed {name} {each.kind}", each.basis) if apart else slower, "share")
+        return _less(each, factor(f"{BY_KIND}{name} {each.kind}", each.basis) if apart else slower, "share")
 
     return replace(
         _less(machine, slower, "efficiency_compute", "efficiency_memory"),
@@ -86,13 +88,13 @@ def _machine(machine: Machine, factor: Factor) -> Machine:
         efficiencies=tuple(map(of_kind, machine.efficiencies)),
         step_s=Seconds(machine.step_s * factor(f"step {name}", machine.step_basis)),
         kernels=tuple(
-            _slower(curve, factor(f"kernel {name} {curve.kind} {curve.dtype}", curve.basis))
+            made_slower(curve, factor(f"kernel {name} {curve.kind} {curve.dtype}", curve.basis))
             for curve in machine.kernels
         ),
         codecs=tuple(
-            _slower(codec, factor(f"codec {name} {codec.compressor}", codec.basis)) for codec in machine.codecs
+            made_slower(codec, factor(f"codec {name} {codec.compressor}", codec.basis)) for codec in machine.codecs
         ),
-        messages=None if messages is None else _slower(messages, factor(f"messages {name}", messages.basis)),
+        messages=None if messages is None else made_slower(messages, factor(f"messages {name}", messages.basis)),
     )
 
 
@@ -103,14 +105,18 @@ def _less(table: TableT, factor: float, *names: str) -> TableT:
 
 def _medium(medium: AnyMedium, slower: float, factor: Factor) -> AnyMedium:
     if isinstance(medium, Thunderbolt):
-        cables = tuple(
-            _slower(cable, factor(f"cable {'–'.join(cable.between)}", _basis_of(cable))) for cable in medium.cables
-        )
-        medium = replace(medium, cables=cables)
-    return _slower(medium, slower)
+        medium = replace(medium, cables=tuple(_cable(cable, slower, factor) for cable in medium.cables))
+    return made_slower(medium, slower)
 
 
-def _slower(table: TableT, factor: float) -> TableT:
+def _cable(cable: Cable, slower: float, factor: Factor) -> Cable:
+    """Cables of which nothing is said are of one kind, and as slow or fast as their medium."""
+    if cable.basis is None:
+        return made_slower(cable, slower)
+    return made_slower(cable, factor(f"cable {'–'.join(cable.between)}", cable.basis))
+
+
+def made_slower(table: TableT, factor: float) -> TableT:
     """Return the table with its times multiplied and its rates divided by the factor."""
     changed: dict[str, object] = {}
     for field in msgspec.structs.fields(table):
@@ -148,13 +154,18 @@ def variants(scenario: Scenario, count: int) -> list[Scenario]:
     ]
 
 
+def slower_at_p90(spread: float) -> float:
+    """Return the 90th percentile of a figure's factors; the 10th is one over it."""
+    return exp(asinh(spread))
+
+
 def _factors(seed: int, name: str, spread: float, count: int) -> list[float]:
     if spread == 0.0:
         return [1.0] * count
-    sigma = asinh(spread) / _TENTH_Z
+    sigma = asinh(spread) / TENTH_Z
     order = list(range(count))
     rng.stream(seed, "band", name).shuffle(order)
-    return [exp(sigma * _NORMAL.inv_cdf((place + 0.5) / count)) for place in order]
+    return [exp(sigma * NORMAL.inv_cdf((place + 0.5) / count)) for place in order]
 
 
 def slower_where(scenario: Scenario, kind: BasisKind, factor: float) -> Scenario:

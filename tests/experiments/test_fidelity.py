@@ -5,13 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from experiments.fidelity.__main__ import PARTS
+from experiments.fidelity.bands import NetworkSpread, banded, network_spread
 from experiments.fidelity.calibration import fitted
 from experiments.fidelity.cells import KB, MB, Cell, TrainingCell, collectives
 from experiments.fidelity.homes import MEDIA, Network
 from experiments.fidelity.record import Record
-from experiments.fidelity.report import classes, row
+from experiments.fidelity.report import classes, row, share_inside
 from experiments.fidelity.worlds import Timing, measure, predicted
 from hcsim.config import CATALOGUE
 from hcsim.errors import ConfigError
@@ -69,6 +71,35 @@ def test_errors_are_those_of_cells_that_did_not_calibrate() -> None:
     assert found.cells == sum(not cell.calibrates for cell in cells) < len(cells)
     assert found.median_error == pytest.approx(0.1)
     assert found.spread == pytest.approx(0.1)
+
+
+def test_a_network_that_explains_its_cells_has_no_spread_and_one_that_does_not_has_that_of_its_cells() -> None:
+    truth = Network(latency_s=300e-6, rate_factor=0.9)
+    cells = [Cell("100mb", 2, "all_reduce", name, size) for name in ("ring", "tree") for size in (4 * KB, 4 * MB)]
+    exact = {cell.name: predicted(cell, truth, IDEAL) for cell in cells}
+    found = network_spread(cells, exact, truth, IDEAL)
+    assert (found.latency_spread, found.rate_spread) == pytest.approx((0, 0), abs=0.01)
+    ends = dict(zip(exact, (1.0, 0.9, 1.0, 1.1), strict=True))
+    off = {name: replace(each, median_s=ends[name] * each.median_s) for name, each in exact.items()}
+    assert network_spread(cells, off, truth, IDEAL).rate_spread == pytest.approx(0.08, rel=0.1)  # p10 and p90 of two
+
+
+def test_the_band_of_a_prediction_follows_from_the_spread_of_the_network() -> None:
+    network = Network()
+    point = predicted(CELL, network, IDEAL)
+    sure = banded(CELL, point, network, NetworkSpread(), IDEAL)
+    assert sure.p10_s == sure.median_s == sure.p90_s
+    wide = banded(CELL, point, network, NetworkSpread(0.0, 0.1), IDEAL)
+    assert (wide.p90_s - wide.p10_s) / 2 / point.median_s == pytest.approx(0.1, rel=0.05)
+
+
+def test_the_share_of_measured_medians_in_their_bands_leaves_calibrating_cells_out() -> None:
+    cells = [cell for cell in collectives("1gb") if cell.kind == "1 MB"]
+    rows = [row(cell, timing(1.0), timing(2.0 if cell.calibrates else 1.05)) for cell in cells]  # p10 is 0.9 of it
+    assert share_inside(rows) == 1.0
+    (found,) = classes([*rows, row(next(c for c in cells if not c.calibrates), timing(2.0), timing(1.0))])
+    assert found.inside == pytest.approx(found.cells / (found.cells + 1), abs=0.1)
+    assert found.inside < 1.0
 
 
 def test_a_slept_training_is_simulated_with_the_time_of_its_machine() -> None:

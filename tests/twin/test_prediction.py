@@ -7,13 +7,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from hcsim.config import Basis, CodecCurve, KernelCurve, MessageCosts, Scenario, Training, parse_scenario
+from hcsim.collectives.select import Options
+from hcsim.config import Basis, CodecCurve, Job, KernelCurve, MessageCosts, Scenario, Training, parse_scenario
 from hcsim.errors import ConfigError
 from hcsim.launch.virtual import simulate_training
+from hcsim.transport.groups import Wire
 from hcsim.twin.ledger import phase_times
-from hcsim.twin.prediction import PredictedRun, is_quick, nodes_of, predict, uncertainty
+from hcsim.twin.prediction import PredictedRun, is_quick, is_quick_job, job_band, nodes_of, predict, uncertainty
 from hcsim.twin.spread import figures_of, rescaled, variants
-from hcsim.units import Seconds
+from hcsim.units import Bytes, Seconds
 
 HOME = """
 name = "home"
@@ -82,6 +84,17 @@ def test_a_band_is_the_same_each_time_and_another_with_another_seed() -> None:
     scenario = home(0.2, 0.2)
     assert uncertainty(scenario, RUN, 8) == uncertainty(scenario, RUN, 8)
     assert uncertainty(scenario, RUN, 8) != uncertainty(replace(scenario, seed=4), RUN, 8)
+
+
+def test_a_job_of_a_link_with_a_spread_has_a_band_and_one_of_known_figures_has_none() -> None:
+    job = Job(size_bytes=Bytes(1 << 20), repeat=2)
+    sure, unsure = (replace(home(link=spread), job=job) for spread in (0.0, 0.3))
+    assert job_band(sure, Options(), Wire(), 4) == pytest.approx((1.0, 1.0), abs=1e-9)
+    low, high = job_band(unsure, Options(), Wire(), 16)
+    assert (high - low) / 2 == pytest.approx(0.3, rel=0.15)
+    assert is_quick_job(unsure, 500)
+    assert not is_quick_job(sure, 500)
+    assert not is_quick_job(unsure, 500_000)
 
 
 def test_jitter_gives_a_width_without_any_spread() -> None:

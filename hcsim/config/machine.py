@@ -82,6 +82,9 @@ class KernelCurve(Table, frozen=True):
     0: it is for all intensities."""
     signature: str = ""
     """The one operation, with its shapes, that the curve is for; empty: for all of its kind."""
+    launch_s: Seconds = Seconds(0)
+    """What the host is busy for with the launch of one, while the device computes those before it; 0 where the host
+    computes by itself, and its launches are part of the points."""
 
     def __post_init__(self) -> None:
         _check_points(f"kernel {self.kind} {self.dtype}", self.points)

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from experiments.compute.__main__ import Record
+from experiments.compute.predicted import Record
 from hcsim.config import Basis
 from hcsim.config.machine import interpolated_s
 from hcsim.torch_kernels import Kernel
-from hcsim.twin.kernels import Rest, Sample, TimedStep, curves_of, own_curves, rest_of, time_kernels
+from hcsim.twin.kernels import Rest, Sample, Steps, TimedStep, curves_of, own_curves, rest_of, time_kernels
 
 RECORDED = Path(__file__).with_name("compute.json")
 
@@ -49,7 +49,7 @@ def test_the_rest_of_a_step_is_found_from_its_kernels_and_their_bytes():
     timed = []
     for count, size in ((3, 1e4), (50, 1e3), (20, 1e7), (100, 1e5), (200, 1e6), (10, 3e6)):
         samples = copies([size] * count, [1e-5] * count)
-        timed.append(TimedStep(samples, [count * (1e-5 + 2e-6 + size * 1e-11) + 3e-4]))
+        timed.append(TimedStep(samples, Steps([count * (1e-5 + 2e-6 + size * 1e-11) + 3e-4])))
     rest = rest_of(timed)
     assert rest.step_s == pytest.approx(3e-4, rel=0.05)
     assert rest.kernel_s == pytest.approx(2e-6, rel=0.05)

@@ -7,7 +7,8 @@
 The machine's kernel curves are measured by `hcsim.twin.kernels`, in turns with the steps of the models and with the
 kernels of these steps: on a processor once for each number of threads, on a GPU for small batches and for large ones.
 A step is predicted twice: from the kinds and sizes of its kernels by the machine's curves, and, with `--own-kernels`,
-by the times of its own. Nothing is fitted to the steps. The machine should have nothing else to do.
+by the times of its own. Nothing is fitted to the steps, and of some models nobody looked at the errors before the kinds
+of kernels were chosen. The machine should have nothing else to do.
 
 The file of `--json` is written anew after each model, and has all that was measured: `--from` computes the table of it
 once more.
@@ -28,9 +29,8 @@ from rich.progress import Progress
 from rich.table import Table
 
 from experiments import asked
-from experiments.compute.models import MODELS
 from experiments.compute.predicted import Row, record_of
-from experiments.compute.recorded import Plan, Recorded, measure, read, write
+from experiments.compute.recorded import KNOWN, Plan, Recorded, measure, read, write
 
 _BATCHES = {"cpu": "1", "cuda": "1,64", "mps": "1,8"}
 _DEVICES = {"cpu": lambda: True, "cuda": torch.cuda.is_available, "mps": torch.backends.mps.is_available}
@@ -61,7 +61,7 @@ def main(
     else:
         if device not in _DEVICES or not _DEVICES[device]():
             raise typer.BadParameter(f"torch computes on no {device!r} here", param_hint="--device")
-        models = list(MODELS) if only is None else asked.chosen(only, MODELS)
+        models = list(KNOWN) if only is None else asked.chosen(only, KNOWN)
         plan = Plan(device, models, _numbers(batches or _BATCHES[device], "--batches"))
         counts = _numbers(threads, "--threads") if device == "cpu" else [torch.get_num_threads()]
         found = _measured(plan, counts, None if json_file is None else Path(json_file))
@@ -120,10 +120,13 @@ def show(rows: list[Row]) -> None:
                       f"{1e3 * row.predicted_s:.1f} ms", launches, f"{row.error:+.1%}", row.farthest)  # fmt: skip
     console = Console()
     console.print(shown)
-    for on, method in dict.fromkeys((row.on, row.method) for row in rows):
-        errors = sorted(abs(row.error) for row in rows if (row.on, row.method) == (on, method))
+    groups: dict[tuple[str, str, bool], list[float]] = {}
+    for row in rows:
+        groups.setdefault((row.on, row.method, row.unseen), []).append(abs(row.error))
+    for (on, method, unseen), errors in groups.items():
         p90 = statistics.quantiles(errors, n=10, method="inclusive")[-1] if len(errors) > 1 else errors[0]
-        console.print(f"{on}, {method}: median {statistics.median(errors):.1%}, p90 {p90:.1%}")
+        models = f"{len(errors)} models" + (" that nobody looked at" if unseen else "")
+        console.print(f"{on}, {method}, {models}: median {statistics.median(errors):.1%}, p90 {p90:.1%}")
 
 
 if __name__ == "__main__":

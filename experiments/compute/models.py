@@ -523,10 +523,3 @@ MODELS: dict[str, Callable[[int], Step]] = {
     "Autoencoder": autoencoder,
     "GRU": gru,
 }
-
-
-def seeded(name: str, batch: int = 1, seed: int = 0) -> Step:
-    """Return a model's step, with the same parameters and data each time, and a batch that is so many times as
-    large."""
-    torch.manual_seed(seed)
-    return MODELS[name](batch)

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 import msgspec
 
 from experiments.compute.recorded import Recorded
+from experiments.compute.unseen import UNSEEN
 from hcsim.config import KernelCurve, Machine
 from hcsim.runtime.host import KernelGroup, Work
 from hcsim.runtime.work_time import KernelTimes, seconds
@@ -57,6 +58,8 @@ class Row(msgspec.Struct, frozen=True):
     launches_s: float
     """What the host takes for their launches; 0 where it computes by itself."""
     farthest: str
+    unseen: bool
+    """Whether nobody had looked at the model's errors when the kinds of kernels were chosen."""
 
 
 class Record(msgspec.Struct, frozen=True):
@@ -90,7 +93,7 @@ class Record(msgspec.Struct, frozen=True):
         ):
             error = predicted_s / model.step_s - 1
             yield Row(self.on, model.model, method, model.step_s, model.spread, predicted_s, error,
-                      device_s, launches_s, farthest)  # fmt: skip
+                      device_s, launches_s, farthest, model.model.split(" ×")[0] in UNSEEN)  # fmt: skip
 
     def farthest(self, model: Measured) -> str:
         """Return the kind whose kernels' time is farthest from what the model's own took, with the difference."""

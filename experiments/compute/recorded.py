@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
 import torch
 
-from experiments.compute.models import seeded
+from experiments.compute.models import MODELS, Step
+from experiments.compute.unseen import UNSEEN
 from hcsim.twin.kernels import ASYNCHRONOUS, TimedStep, time_blocks, time_kernels, time_queued, time_steps
 from hcsim.twin.stopwatch import streamed_s
+
+KNOWN: dict[str, Callable[[int], Step]] = {**MODELS, **UNSEEN}
 
 
 class Recorded(msgspec.Struct):
@@ -81,6 +84,13 @@ def measure(plan: Plan, threads: int) -> Iterator[Recorded]:
                 else:
                     found.models[name] = timed
             yield found
+
+
+def seeded(model: str, batch: int = 1, seed: int = 0) -> Step:
+    """Return a model's step, with the same parameters and data each time, and a batch that is so many times as
+    large."""
+    torch.manual_seed(seed)
+    return KNOWN[model](batch)
 
 
 def time_model(model: str, batch: int, device: str) -> TimedStep:

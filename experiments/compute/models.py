@@ -396,7 +396,9 @@ def recommender(batch: int) -> Step:
     samples = 1024 * batch
     dense, codes, clicks = torch.randn(samples, 13), torch.randint(0, 5000, (12, samples)), torch.rand(samples).round()
     loss = lambda: ops.binary_cross_entropy_with_logits(module(dense, codes), clicks)  # noqa: E731
-    return step_of(module, loss, torch.optim.Adagrad(module.parameters(), lr=0.01))
+    with torch.device("cpu"):  # where it keeps the number of steps, which it reads each time
+        optimizer = torch.optim.Adagrad(module.parameters(), lr=0.01)
+    return step_of(module, loss, optimizer)
 
 
 class _Graph(nn.Module):

@@ -15,6 +15,7 @@ from hcsim.runtime.work_time import KernelTimes, seconds
 from hcsim.torch_kernels import KernelTally
 from hcsim.twin.kernels import Rest, TimedStep, kernels_of, own_curves
 from hcsim.twin.machine import measured_now
+from hcsim.twin.timing import summary
 from hcsim.units import ByteRate, FlopRate, Seconds
 
 
@@ -39,8 +40,7 @@ class Measured(msgspec.Struct, frozen=True):
     @property
     def spread(self) -> float:
         """Half of the distance between the tenth and the ninetieth percentile, relative to the median."""
-        tenths = statistics.quantiles(self.steps_s, n=10)
-        return (tenths[-1] - tenths[0]) / 2 / self.step_s
+        return summary(self.steps_s).spread
 
 
 class Row(msgspec.Struct, frozen=True):

@@ -19,7 +19,7 @@ from itertools import pairwise
 from math import log
 
 from hcsim.config import KernelCurve, Machine
-from hcsim.config.machine import BY_FLOPS, interpolated_s
+from hcsim.config.machine import BROADER, BY_FLOPS, interpolated_s
 from hcsim.errors import UsageError
 from hcsim.runtime.host import KernelGroup, Work
 
@@ -64,7 +64,11 @@ class KernelTimes:
         return self._machine.overhead_s if curve is None else curve.launch_s
 
     def _curves_of(self, group: KernelGroup) -> list[KernelCurve]:
-        return self._curves.get((group.kind, group.dtype)) or self._curves.get((group.kind, "float32")) or []
+        for kind in (group.kind, BROADER.get(group.kind, group.kind)):
+            found = self._curves.get((kind, group.dtype)) or self._curves.get((kind, "float32"))
+            if found:
+                return found
+        return []
 
     def total_s(self, groups: Iterable[KernelGroup]) -> float:
         return sum(group.count * self.one_s(group) for group in groups)

@@ -103,6 +103,24 @@ def _convolutions(draw: _Draw) -> Block:
     return Block(_Chain(*layers), torch.randn(samples, channels, side, side))
 
 
+def _depthwise(draw: _Draw) -> Block:
+    """Convolutions of each channel by itself, between a normalisation and an activation."""
+    while True:
+        samples, channels, side = draw.batch(1, 64), draw.width(8, 512), draw.size(4, 64, 2)
+        kernel, stride = draw.one_of(3, 3, 5, 7), draw.one_of(1, 1, 2)
+        flops = 2.0 * samples * side * side * kernel**2 * channels / stride**2
+        if 1e5 < flops < _SHARE_OF_SLOW * draw.most_flops and samples * side * side * channels < draw.most_elements:
+            break
+    each = nn.Conv2d(channels, channels, kernel, stride, kernel // 2, groups=channels, bias=draw.one_of(True, False))
+    again = nn.Conv2d(channels, channels, kernel, 1, kernel // 2, groups=channels)
+    layers = (each, nn.BatchNorm2d(channels), nn.ReLU(), again)
+    return Block(_Chain(*layers), torch.randn(samples, channels, side, side))
+
+
+_SHARE_OF_SLOW = 0.02
+"""Of the most FLOPs, for layers that do many times fewer in a second."""
+
+
 class _Attention(nn.Module):
     def __init__(self, width: int, heads: int, causal: bool, fused: bool) -> None:
         super().__init__()
@@ -253,6 +271,7 @@ def _small(draw: _Draw) -> Block:
 _FAMILIES: tuple[tuple[Callable[[_Draw], Block], int], ...] = (
     (_convolutions, 40), (_perceptron, 24), (_attention, 20), (_pointwise, 16), (_recurrent, 14), (_resampling, 12),
     (_sequences, 8), (_embedding, 10), (_rearranging, 8), (_neighbours, 8), (_small, 8),
+    (_depthwise, 20),
 )  # fmt: skip
 """Kinds of blocks, and how many of each are drawn."""
 

@@ -41,7 +41,7 @@ _BY_PART: tuple[tuple[str, KernelKind, KernelKind], ...] = (
     ("convolution", "convolution", "convolution_backward"),
     ("rnn", "recurrent", "recurrent_backward"),
     ("lstm_mps", "recurrent", "recurrent_backward"),
-    ("batch_norm", "batch_norm", "norm_backward"),
+    ("batch_norm", "batch_norm", "batch_norm_backward"),
     ("layer_norm", "norm", "norm_backward"),
     ("group_norm", "norm", "norm_backward"),
     ("rms_norm", "norm", "norm_backward"),
@@ -111,6 +111,8 @@ def _kind(func: OpOverload, name: str) -> KernelKind:
     plain = name.rstrip("_").removeprefix("_foreach_")
     if plain in _BY_NAME:
         return _BY_NAME[plain]
+    if name.startswith("_foreach_") and plain != "copy":
+        return "update" if name.endswith("_") else "elementwise"
     if torch.Tag.pointwise in func.tags and plain not in ("clone", "copy"):
         return "update" if name != plain else "elementwise"
     return "copy"

@@ -21,7 +21,8 @@ from hcsim.units import ByteRate, Bytes, FlopRate, PositiveShare, Seconds
 KernelKind: TypeAlias = Literal[
     "matmul", "convolution", "convolution_backward", "grouped_convolution", "grouped_convolution_backward",
     "wide_grouped_convolution", "wide_grouped_convolution_backward", "attention", "attention_backward", "recurrent",
-    "recurrent_backward", "elementwise", "transcendental", "gelu", "update", "batch_norm", "norm", "norm_backward",
+    "recurrent_backward", "elementwise", "transcendental", "gelu", "update", "batch_norm",
+    "batch_norm_backward", "norm", "norm_backward",
     "softmax", "softmax_backward", "reduction", "pooling", "pooling_backward", "gather", "gather_backward", "lookup",
     "scatter", "copy", "fill", "random",
 ]  # fmt: skip
@@ -30,6 +31,7 @@ resampling of any kind, and a lookup copies whole rows."""
 BROADER: dict[str, KernelKind] = {
     "wide_grouped_convolution": "grouped_convolution",
     "wide_grouped_convolution_backward": "grouped_convolution_backward",
+    "batch_norm_backward": "norm_backward",
     "softmax": "norm",
     "softmax_backward": "norm_backward",
     "lookup": "gather",

@@ -76,7 +76,7 @@ class _Clock(Protocol):
 
 
 class _HostClock:
-    """Times calls until they return, or, with `wait`, until the device is done, less what that takes for nothing."""
+    """Times calls until they return, or, with `wait`, until the device is done, less what a call of nothing takes."""
 
     def __init__(self, wait: Callable[[], object] | None = None, empty_s: float = 0.0) -> None:
         self._wait, self._empty_s = wait, empty_s
@@ -112,7 +112,7 @@ class _EventClock:
         began, ended = self._event(), self._event()
         for _ in range(3):  # the first ones are of a device that saves power
             began.record()
-            torch.cuda._sleep(cycles)
+            torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
             ended.record()
         torch.cuda.synchronize()
         self._cycles_of_1s = cycles / (began.elapsed_time(ended) * 1e-3)
@@ -125,7 +125,7 @@ class _EventClock:
         return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
     def keep_busy(self, lasts_s: float) -> None:
-        torch.cuda._sleep(int(lasts_s * self._cycles_of_1s))
+        torch.cuda._sleep(int(lasts_s * self._cycles_of_1s))  # type: ignore[no-untyped-call]
 
     def time(self, call: Callable[[], T]) -> T:
         self.keep_busy(_EACH_S if self._found else _AHEAD_S)
@@ -165,12 +165,13 @@ def _device_clock(device: str) -> _Clock:
     """Return what times calls on the device."""
     if device == "cuda":
         return _event_clock()
-    if device not in ASYNCHRONOUS:
-        return _HostClock()
-    wait, number = waiting(device), torch.zeros(1, device=device)
+    wait, nothing = None, _nothing
+    if device in ASYNCHRONOUS:
+        number = torch.zeros(1, device=device)
+        wait, nothing = waiting(device), lambda: number.add_(1)
     clock = _HostClock(wait)
     for _ in range(_EMPTY_CALLS):
-        clock.time(lambda: number.add_(1))
+        clock.time(nothing)
     return _HostClock(wait, statistics.median(clock.take()))
 
 
@@ -235,7 +236,7 @@ def time_kernels(
 def _watched(step: Callable[[], object], clock: _Clock) -> list[Sample]:
     with _Stopwatch(clock) as stopwatch:
         step()
-    return stopwatch.samples()
+    return stopwatch.samples()  # type: ignore[no-any-return]
 
 
 def alike(samples: list[Sample], found: list[Sample]) -> list[tuple[Sample, Sample]]:

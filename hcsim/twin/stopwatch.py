@@ -165,7 +165,8 @@ def _device_clock(device: str) -> _Clock:
     """Return what times calls on the device."""
     if device == "cuda":
         return _event_clock()
-    wait, nothing = None, _nothing
+    wait: Callable[[], object] | None = None
+    nothing: Callable[[], object] = _nothing
     if device in ASYNCHRONOUS:
         number = torch.zeros(1, device=device)
         wait, nothing = waiting(device), lambda: number.add_(1)

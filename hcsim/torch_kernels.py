@@ -4,8 +4,8 @@ A kernel's time depends on its kind, on its size (FLOPs for products and convolu
 FLOPs that it does with each byte, and on its dtype. `KernelMode` shows every operation that moves data; views and
 bookkeeping are free, and composite operations are taken apart. FLOPs come from torch's own table, and for recurrent
 layers, grouped convolutions and some of the fused attentions, for which it has none or wrong ones, from their shapes.
-Bytes are those of all input and output tensors; a gather moves only the rows that it takes, and causal attention does
-half of its products.
+Bytes are those of all input and output tensors; a gather moves only the rows that it takes, what is filled is not read,
+and causal attention does half of its products.
 """
 
 from __future__ import annotations
@@ -41,25 +41,28 @@ _BY_PART: tuple[tuple[str, KernelKind, KernelKind], ...] = (
     ("convolution", "convolution", "convolution_backward"),
     ("rnn", "recurrent", "recurrent_backward"),
     ("lstm_mps", "recurrent", "recurrent_backward"),
-    ("batch_norm", "batch_norm", "norm_backward"),
+    ("batch_norm", "batch_norm", "batch_norm_backward"),
     ("layer_norm", "norm", "norm_backward"),
     ("group_norm", "norm", "norm_backward"),
     ("rms_norm", "norm", "norm_backward"),
-    ("softmax", "norm", "norm_backward"),
+    ("softmax", "softmax", "softmax_backward"),
     ("_pool", "pooling", "pooling_backward"),
     ("upsample", "pooling", "pooling_backward"),
     ("embedding_dense_backward", "scatter", "scatter"),
-    ("embedding", "gather", "scatter"),
+    ("embedding", "lookup", "scatter"),
     ("_fused_adam", "update", "update"),
     ("_fused_sgd", "update", "update"),
 )
 """The kind of an operation whose name has this part; the second one is of its backward pass."""
 _BY_NAME: dict[str, KernelKind] = {
-    **dict.fromkeys(("index", "index_select", "gather", "take", "take_along_dim"), "gather"),
+    **dict.fromkeys(("index", "gather", "take", "take_along_dim", "nll_loss_forward"), "gather"),
+    "index_select": "lookup",
+    **dict.fromkeys(("zero", "zeros", "zeros_like", "new_zeros", "ones", "ones_like", "new_ones", "fill", "full",
+                     "full_like", "new_full"), "fill"),
     **dict.fromkeys(("index_add", "scatter", "scatter_add", "index_copy"), "scatter"),
     **dict.fromkeys(("index_put", "_index_put_impl"), "gather_backward"),
     **dict.fromkeys(("sum", "mean", "amax", "amin", "max", "min", "argmax", "argmin", "var", "std", "var_mean", "any",
-                     "all", "topk", "sort", "cumsum", "linalg_vector_norm", "nll_loss_forward", "mse_loss"),
+                     "all", "topk", "sort", "cumsum", "linalg_vector_norm", "mse_loss"),
                     "reduction"),
     **dict.fromkeys(("gelu", "gelu_backward"), "gelu"),
     **dict.fromkeys(("tanh", "sigmoid", "silu", "silu_backward", "exp", "log", "erf", "sin", "cos", "mish", "softplus",
@@ -78,6 +81,8 @@ class Operation(NamedTuple):
     """Whether it is taken apart, and its parts are seen instead."""
     causal_at: int | None = None
     """Which argument of an attention says that later positions are masked."""
+    moved_bytes: Callable[[Sequence[Any], Any], int] | None = None
+    """From arguments and result, of an operation that does not read all of what it is given."""
 
 
 def operation_of(func: OpOverload) -> Operation | None:
@@ -91,11 +96,12 @@ def operation_of(func: OpOverload) -> Operation | None:
     kind = _kind(func, name)
     names = [argument.name for argument in func._schema.arguments]
     causal_at = names.index("is_causal") if "is_causal" in names else None
+    moved = _MOVED.get(name) or _MOVED.get(kind)
     formula = flop_registry.get(packet)
     if formula is not None:
         return Operation(kind if kind in BY_FLOPS else "matmul", _by_formula(formula), causal_at=causal_at)
     composite = torch._C._dispatch_has_kernel_for_dispatch_key(func._name, "CompositeImplicitAutograd")
-    return Operation(kind, _no_flops, composite, causal_at)
+    return Operation(kind, _no_flops, composite, causal_at, moved)
 
 
 def _kind(func: OpOverload, name: str) -> KernelKind:
@@ -105,7 +111,9 @@ def _kind(func: OpOverload, name: str) -> KernelKind:
     plain = name.rstrip("_").removeprefix("_foreach_")
     if plain in _BY_NAME:
         return _BY_NAME[plain]
-    if torch.Tag.pointwise in func.tags and plain not in ("clone", "copy", "zero", "fill"):
+    if name.startswith("_foreach_") and plain != "copy":
+        return "update" if name.endswith("_") else "elementwise"
+    if torch.Tag.pointwise in func.tags and plain not in ("clone", "copy"):
         return "update" if name != plain else "elementwise"
     return "copy"
 
@@ -146,6 +154,18 @@ def size_bytes(values: Any) -> int:
     return total
 
 
+_MOVED: dict[str, Callable[[Sequence[Any], Any], int]] = {
+    "gather": lambda args, result: 2 * size_bytes(result),
+    "lookup": lambda args, result: 2 * size_bytes(result),
+    "fill": lambda args, result: size_bytes(result),
+    "nll_loss_forward": lambda args, result: 2 * size_bytes(args[1]),
+    "max_pool2d_with_indices_backward": lambda args, result: (
+        size_bytes(args) - size_bytes(args[1]) + size_bytes(result)
+    ),
+}
+"""By operations or kinds that do not read all tensors that they are given."""
+
+
 class Kernel(NamedTuple):
     """One kernel that was launched."""
 
@@ -157,22 +177,35 @@ class Kernel(NamedTuple):
 
 def kernel_of(operation: Operation, flops: float, moved_bytes: float, args: Sequence[Any], result: Any) -> Kernel:
     """Return the kernel of a call, from its FLOPs by torch's table and the bytes of all its tensors."""
-    if operation.kind == "gather":
-        moved_bytes = 2 * size_bytes(result)
+    if operation.moved_bytes is not None:
+        moved_bytes = operation.moved_bytes(args, result)
     elif not flops and operation.kind in _UNTABLED:
         flops = _UNTABLED[operation.kind](args)
     if operation.causal_at is not None and len(args) > operation.causal_at and args[operation.causal_at] is True:
         flops /= 2
     kind = operation.kind
     if kind == "convolution" and args[_GROUPS] > 1:
-        kind, flops = "grouped_convolution", _grouped_flops(result, args[1])
+        kind, flops = _by_window("grouped_convolution", args[1]), _grouped_flops(result, args[1])
     elif kind == "convolution_backward" and args[_GROUPS + 1] > 1:
-        kind, flops = "grouped_convolution_backward", _grouped_flops(args[0], args[2]) * sum(args[-1][:2])
+        kind = _by_window("grouped_convolution_backward", args[2])
+        flops = _grouped_flops(args[0], args[2]) * sum(args[-1][:2])
     return Kernel(kind, flops, moved_bytes, dtype_of(result) or dtype_of(args) or "float32")
 
 
 _GROUPS = 8
 """The number of groups among the arguments of a convolution; its backward pass has it one later."""
+
+
+_SMALL_WINDOW = 9
+_WIDE: dict[KernelKind, KernelKind] = {
+    "grouped_convolution": "wide_grouped_convolution",
+    "grouped_convolution_backward": "wide_grouped_convolution_backward",
+}
+
+
+def _by_window(kind: KernelKind, weight: Tensor) -> KernelKind:
+    """Libraries have kernels of their own for windows of up to 3 × 3; the others are several times slower."""
+    return _WIDE[kind] if weight[0, 0].numel() > _SMALL_WINDOW else kind
 
 
 def _grouped_flops(outputs: Tensor, weight: Tensor) -> float:

@@ -45,6 +45,24 @@ def test_a_gather_moves_the_rows_that_it_takes():
     assert seen(lambda: table[rows]).kernels == [Kernel("gather", 0.0, 2 * 4 * 5 * 8, "float32")]
 
 
+def test_a_kernel_moves_the_bytes_that_it_reads_or_writes():
+    scores, words = torch.ones(100, 50).log_softmax(1), torch.zeros(100, dtype=torch.int64)
+    (loss,) = seen(lambda: nn.functional.nll_loss(scores, words)).kernels
+    assert (loss.kind, loss.moved_bytes) == ("gather", 2 * 8 * 100)
+    (filled,) = seen(lambda: scores.new_zeros(7, 3)).kernels
+    assert (filled.kind, filled.moved_bytes) == ("fill", 4 * 21)
+    (row,) = seen(lambda: scores.index_select(0, words[:9])).kernels
+    assert (row.kind, row.moved_bytes) == ("lookup", 2 * 4 * 9 * 50)
+
+
+@pytest.mark.parametrize(("window", "prefix"), [(3, ""), (5, "wide_")])
+def test_convolutions_of_single_channels_with_wide_windows_are_of_another_kind(window: int, prefix: str):
+    layer, images = nn.Conv2d(8, 8, window, groups=8), torch.ones(2, 8, 8, 8)
+    found = kinds(lambda: layer(images).sum().backward())
+    assert f"{prefix}grouped_convolution" in found
+    assert f"{prefix}grouped_convolution_backward" in found
+
+
 def test_a_convolution_of_each_channel_does_the_flops_of_its_groups_in_both_directions():
     layer, images = nn.Conv2d(16, 16, 3, padding=1, groups=16, bias=False), torch.ones(2, 16, 8, 8, requires_grad=True)
     forward, *_, backward = (
@@ -82,7 +100,7 @@ def test_views_are_free_and_changes_in_place_are_updates():
     assert kinds(lambda: x.add_(1)) == ["update"]
     assert kinds(lambda: x + 1) == ["elementwise"]
     assert kinds(lambda: x.t().contiguous()) == ["copy"]
-    assert kinds(lambda: x.softmax(-1)) == ["norm"]
+    assert kinds(lambda: x.softmax(-1)) == ["softmax"]
     assert kinds(lambda: nn.functional.gelu(x)) == ["gelu"]
     assert kinds(lambda: torch.rand(3)) == ["random"]
 

@@ -4,23 +4,26 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pandas as pd
 
+from experiments.compute.predicted import Row
 from experiments.figures.style import LOOKS, figure, save_data
 
 FILE = "compute"
 _TITLES = {"curves": "by the machine's curves", "own kernels": "by the model's own kernels"}
 
 
-def draw(table: pd.DataFrame, out: Path) -> None:
-    """Write the table, and draw it: a panel for each number of threads."""
+def draw(rows: list[Row], out: Path) -> None:
+    """Write the table, and draw it: a panel for each device and number of threads."""
+    table = pd.DataFrame(msgspec.structs.asdict(row) for row in rows)
     save_data(table, out / f"{FILE}.csv")
-    threads = list(dict.fromkeys(table["threads"]))
+    panels = list(dict.fromkeys(table["on"]))
     models = list(dict.fromkeys(table["model"]))[::-1]
-    with figure(3.6 * len(threads) + 1.2, 0.27 * len(models) + 1.2, out / FILE) as sheet:
-        axes = sheet.subplots(1, len(threads), sharey=True, squeeze=False)[0]
-        for axis, count in zip(axes, threads, strict=True):
-            here = table[table["threads"] == count]
+    with figure(3.6 * len(panels) + 1.2, 0.27 * len(models) + 1.2, out / FILE) as sheet:
+        axes = sheet.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+        for axis, on in zip(axes, panels, strict=True):
+            here = table[table["on"] == on]
             measured = here.drop_duplicates("model").set_index("model")["spread"]
             places = [models.index(model) for model in measured.index]
             axis.barh(places, 200 * measured, left=-100 * measured, color="0.85", label="measured: p10 to p90")
@@ -33,6 +36,6 @@ def draw(table: pd.DataFrame, out: Path) -> None:
                     axis.plot(errors, [models.index(model) for model in rows["model"]],
                               marker=look["marker"], color=look["color"], linestyle="none", label=found)  # fmt: skip
             axis.axvline(0, color="0.4", linewidth=0.8)
-            axis.set(title=f"{count} thread{'s' if count > 1 else ''}", xlabel="predicted − measured step time, %")
+            axis.set(title=on, xlabel="predicted − measured step time, %")
             axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14))
         axes[0].set_yticks(range(len(models)), models)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -139,9 +139,9 @@ class _Vit(nn.Module):
         return self.head(self.layers(x)[:, 0])  # type: ignore[no-any-return]
 
 
-def vit() -> Step:
+def vit(batch: int) -> Step:
     module = _Vit(width=192, depth=6, heads=3, patch=4, side=32)
-    return step_of(module, classifies(module, torch.randn(16, 3, 32, 32), 100), adamw(module.parameters()))
+    return step_of(module, classifies(module, torch.randn(16 * batch, 3, 32, 32), 100), adamw(module.parameters()))
 
 
 class _Gpt(nn.Module):
@@ -155,13 +155,13 @@ class _Gpt(nn.Module):
         nn.init.normal_(self.words.weight, std=0.02)
 
     def forward(self, codes: Tensor) -> Tensor:
-        x = self.words(codes) + self.places(torch.arange(codes.shape[1]))
+        x = self.words(codes) + self.places(torch.arange(codes.shape[1], device=codes.device))
         return self.norm(self.layers(x)) @ self.words.weight.T  # type: ignore[no-any-return]
 
 
-def gpt() -> Step:
+def gpt(batch: int) -> Step:
     module = _Gpt(words=4096, width=256, depth=4, heads=8, length=128, dropout=0.0)
-    return step_of(module, predicts_words(module, 4096, 4, 128), adamw(module.parameters()), clip=1.0)
+    return step_of(module, predicts_words(module, 4096, 4 * batch, 128), adamw(module.parameters()), clip=1.0)
 
 
 class _Bert(nn.Module):
@@ -180,13 +180,17 @@ class _Bert(nn.Module):
         self.head = nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.LayerNorm(width), nn.Linear(width, words))
 
     def forward(self, codes: Tensor) -> Tensor:
-        x = self.words(codes) + self.places(torch.arange(codes.shape[1])) + self.kinds(torch.zeros_like(codes))
+        x = (
+            self.words(codes)
+            + self.places(torch.arange(codes.shape[1], device=codes.device))
+            + self.kinds(torch.zeros_like(codes))
+        )
         return self.head(self.layers(self.dropout(self.norm(x))))  # type: ignore[no-any-return]
 
 
-def bert() -> Step:
+def bert(batch: int) -> Step:
     module = _Bert(words=3000, width=192, depth=4, heads=6, length=96)
-    return step_of(module, predicts_words(module, 3000, 6, 96), adamw(module.parameters()), clip=1.0)
+    return step_of(module, predicts_words(module, 3000, 6 * batch, 96), adamw(module.parameters()), clip=1.0)
 
 
 class _Lstm(nn.Module):
@@ -199,9 +203,9 @@ class _Lstm(nn.Module):
         return self.head(self.lstm(self.words(codes))[0])  # type: ignore[no-any-return]
 
 
-def lstm() -> Step:
+def lstm(batch: int) -> Step:
     module = _Lstm(words=2000, width=256)
-    return step_of(module, predicts_words(module, 2000, 16, 48), sgd(module), clip=0.25)
+    return step_of(module, predicts_words(module, 2000, 16 * batch, 48), sgd(module), clip=0.25)
 
 
 class _UNet(nn.Module):
@@ -232,9 +236,9 @@ def _twice(inputs: int, outputs: int) -> nn.Module:
     )  # fmt: skip
 
 
-def unet() -> Step:
-    module, images = _UNet(16, 4), torch.randn(4, 3, 64, 64)
-    targets = torch.randint(0, 4, (4, 64, 64))
+def unet(batch: int) -> Step:
+    module, images = _UNet(16, 4), torch.randn(4 * batch, 3, 64, 64)
+    targets = torch.randint(0, 4, (4 * batch, 64, 64))
     return step_of(module, lambda: ops.cross_entropy(module(images), targets), adamw(module.parameters()))
 
 
@@ -266,10 +270,10 @@ class _Patches(nn.Module):
         return self.patches(x).flatten(2).transpose(1, 2)  # type: ignore[no-any-return]
 
 
-def mixer() -> Step:
+def mixer(batch: int) -> Step:
     layers = (_Mixer(64, 192) for _ in range(6))
     module = nn.Sequential(_Patches(192, 4), *layers, nn.LayerNorm(192), _Mean(), nn.Linear(192, 100))
-    return step_of(module, classifies(module, torch.randn(16, 3, 32, 32), 100), adamw(module.parameters()))
+    return step_of(module, classifies(module, torch.randn(16 * batch, 3, 32, 32), 100), adamw(module.parameters()))
 
 
 class _Lora(nn.Module):
@@ -285,12 +289,12 @@ class _Lora(nn.Module):
         return self.frozen(x) + (x @ self.down.T @ self.up.T) * 2.0  # type: ignore[no-any-return]
 
 
-def lora() -> Step:
+def lora(batch: int) -> Step:
     module = _Gpt(words=4096, width=320, depth=4, heads=5, length=96, dropout=0.0).requires_grad_(False)
     for attention in [layer for layer in module.modules() if isinstance(layer, _Attention)]:
         attention.query, attention.value = _Lora(attention.query, 8), _Lora(attention.value, 8)  # type: ignore[assignment]
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    return step_of(module, predicts_words(module, 4096, 4, 96), adamw(trained))
+    return step_of(module, predicts_words(module, 4096, 4 * batch, 96), adamw(trained))
 
 
 class _Inverted(nn.Module):
@@ -310,13 +314,13 @@ class _Inverted(nn.Module):
         return x + self.body(x) if self._adds else self.body(x)
 
 
-def mobilenet() -> Step:
+def mobilenet(batch: int) -> Step:
     shapes = [(16, 16, 1), (16, 24, 2), (24, 24, 1), (24, 40, 2), (40, 40, 1), (40, 40, 1), (40, 80, 2), (80, 80, 1)]
     blocks = (_Inverted(*shape) for shape in shapes)
     module = nn.Sequential(
         nn.Conv2d(3, 16, 3, padding=1), *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(80, 100)
     )
-    return step_of(module, classifies(module, torch.randn(8, 3, 48, 48), 100), sgd(module))
+    return step_of(module, classifies(module, torch.randn(8 * batch, 3, 48, 48), 100), sgd(module))
 
 
 class _Dense(nn.Module):
@@ -333,7 +337,7 @@ class _Dense(nn.Module):
         return torch.cat([x, self.body(x)], 1)
 
 
-def densenet() -> Step:
+def densenet(batch: int) -> Step:
     layers: list[nn.Module] = [nn.Conv2d(3, 24, 3, padding=1)]
     channels = 24
     for stage in range(3):
@@ -344,7 +348,7 @@ def densenet() -> Step:
             layers += [nn.BatchNorm2d(channels), nn.ReLU(), nn.Conv2d(channels, channels // 2, 1), nn.AvgPool2d(2)]
             channels //= 2
     module = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, 100))
-    return step_of(module, classifies(module, torch.randn(8, 3, 32, 32), 100), sgd(module))
+    return step_of(module, classifies(module, torch.randn(8 * batch, 3, 32, 32), 100), sgd(module))
 
 
 class _Gated(nn.Module):
@@ -360,10 +364,10 @@ class _Gated(nn.Module):
         return x + self.out(signal.tanh() * gate.sigmoid())  # type: ignore[no-any-return]
 
 
-def wavenet() -> Step:
+def wavenet(batch: int) -> Step:
     layers = (_Gated(48, 2 ** (number % 6)) for number in range(12))
     module = nn.Sequential(nn.Conv1d(1, 48, 1), *layers, nn.ReLU(), nn.Conv1d(48, 64, 1))
-    waves, targets = torch.randn(4, 1, 1024), torch.randint(0, 64, (4, 1024))
+    waves, targets = torch.randn(4 * batch, 1, 1024), torch.randint(0, 64, (4 * batch, 1024))
     return step_of(module, lambda: ops.cross_entropy(module(waves), targets), adamw(module.parameters()))
 
 
@@ -387,11 +391,14 @@ class _Recommender(nn.Module):
         return self.above(torch.cat([below, products], 1)).squeeze(-1)  # type: ignore[no-any-return]
 
 
-def recommender() -> Step:
+def recommender(batch: int) -> Step:
     module = _Recommender(tables=12, words=5000, width=32)
-    dense, codes, clicks = torch.randn(1024, 13), torch.randint(0, 5000, (12, 1024)), torch.rand(1024).round()
+    samples = 1024 * batch
+    dense, codes, clicks = torch.randn(samples, 13), torch.randint(0, 5000, (12, samples)), torch.rand(samples).round()
     loss = lambda: ops.binary_cross_entropy_with_logits(module(dense, codes), clicks)  # noqa: E731
-    return step_of(module, loss, torch.optim.Adagrad(module.parameters(), lr=0.01))
+    with torch.device("cpu"):  # where it keeps the number of steps, which it reads each time
+        optimizer = torch.optim.Adagrad(module.parameters(), lr=0.01)
+    return step_of(module, loss, optimizer)
 
 
 class _Graph(nn.Module):
@@ -409,9 +416,10 @@ class _Graph(nn.Module):
         return x
 
 
-def graph() -> Step:
-    module = _Graph(96, 4, torch.randint(0, 3000, (2, 15000)))
-    nodes, targets = torch.randn(3000, 96), torch.randint(0, 96, (3000,))
+def graph(batch: int) -> Step:
+    rows = 3000 * batch
+    module = _Graph(96, 4, torch.randint(0, rows, (2, 5 * rows)))
+    nodes, targets = torch.randn(rows, 96), torch.randint(0, 96, (rows,))
     return step_of(module, lambda: ops.cross_entropy(module(nodes), targets), adamw(module.parameters()))
 
 
@@ -445,10 +453,10 @@ class _Llama(nn.Module):
         return x * self.cos + torch.cat([-high, low], -1) * self.sin
 
 
-def llama() -> Step:
+def llama(batch: int) -> Step:
     layers = (_Llama(192, 6, 128) for _ in range(4))
     module = nn.Sequential(nn.Embedding(3000, 192), *layers, nn.RMSNorm(192), nn.Linear(192, 3000, bias=False))
-    return step_of(module, predicts_words(module, 3000, 4, 128), adamw(module.parameters()), clip=1.0)
+    return step_of(module, predicts_words(module, 3000, 4 * batch, 128), adamw(module.parameters()), clip=1.0)
 
 
 class _ConvNext(nn.Module):
@@ -463,14 +471,14 @@ class _ConvNext(nn.Module):
         return x + self.feed(self.norm(self.each(x).permute(0, 2, 3, 1))).permute(0, 3, 1, 2)  # type: ignore[no-any-return]
 
 
-def convnext() -> Step:
+def convnext(batch: int) -> Step:
     layers = [*(_ConvNext(40) for _ in range(2)), nn.Conv2d(40, 80, 2, 2), *(_ConvNext(80) for _ in range(4))]
     head = (nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.LayerNorm(80), nn.Linear(80, 100))
     module = nn.Sequential(nn.Conv2d(3, 40, 4, 4), *layers, *head)
-    return step_of(module, classifies(module, torch.randn(8, 3, 64, 64), 100), adamw(module.parameters()))
+    return step_of(module, classifies(module, torch.randn(8 * batch, 3, 64, 64), 100), adamw(module.parameters()))
 
 
-def autoencoder() -> Step:
+def autoencoder(batch: int) -> Step:
     module = nn.Sequential(
         nn.Conv2d(3, 32, 4, 2, 1), nn.LeakyReLU(0.2), nn.Conv2d(32, 64, 4, 2, 1), nn.InstanceNorm2d(64, affine=True),
         nn.LeakyReLU(0.2), nn.Conv2d(64, 128, 4, 2, 1), nn.LeakyReLU(0.2), nn.Flatten(), nn.Linear(128 * 64, 64),
@@ -478,7 +486,7 @@ def autoencoder() -> Step:
         nn.InstanceNorm2d(64, affine=True), nn.ReLU(), nn.ConvTranspose2d(64, 32, 4, 2, 1), nn.ReLU(),
         nn.ConvTranspose2d(32, 3, 4, 2, 1), nn.Sigmoid(),
     )  # fmt: skip
-    images = torch.rand(8, 3, 64, 64)
+    images = torch.rand(8 * batch, 3, 64, 64)
     return step_of(module, lambda: ops.mse_loss(module(images), images), adamw(module.parameters()))
 
 
@@ -491,15 +499,15 @@ class _Gru(nn.Module):
         return self.head(self.gru(x)[0])  # type: ignore[no-any-return]
 
 
-def gru() -> Step:
-    module, sounds, targets = _Gru(96), torch.randn(16, 60, 40), torch.randint(0, 48, (16, 60))
+def gru(batch: int) -> Step:
+    module, sounds, targets = _Gru(96), torch.randn(16 * batch, 60, 40), torch.randint(0, 48, (16 * batch, 60))
     loss = lambda: ops.cross_entropy(module(sounds).transpose(1, 2), targets)  # noqa: E731
     return step_of(module, loss, adamw(module.parameters()), clip=1.0)
 
 
-MODELS: dict[str, Callable[[], Step]] = {
-    "ResNet-18": lambda: resnet((2, 2, 2, 2), False, 32, 32, 8),
-    "ResNet-50": lambda: resnet((3, 4, 6, 3), True, 16, 32, 8),
+MODELS: dict[str, Callable[[int], Step]] = {
+    "ResNet-18": lambda batch: resnet((2, 2, 2, 2), False, 32, 32, 8 * batch),
+    "ResNet-50": lambda batch: resnet((3, 4, 6, 3), True, 16, 32, 8 * batch),
     "ViT": vit,
     "GPT": gpt,
     "BERT": bert,
@@ -517,9 +525,3 @@ MODELS: dict[str, Callable[[], Step]] = {
     "Autoencoder": autoencoder,
     "GRU": gru,
 }
-
-
-def seeded(name: str, seed: int = 0) -> Any:
-    """Return a model's step, with the same parameters and data each time."""
-    torch.manual_seed(seed)
-    return MODELS[name]()

@@ -20,14 +20,28 @@ from hcsim.units import ByteRate, Bytes, FlopRate, PositiveShare, Seconds
 
 KernelKind: TypeAlias = Literal[
     "matmul", "convolution", "convolution_backward", "grouped_convolution", "grouped_convolution_backward",
-    "attention", "attention_backward", "recurrent", "recurrent_backward", "elementwise", "transcendental", "gelu",
-    "update", "batch_norm", "norm", "norm_backward", "reduction", "pooling", "pooling_backward", "gather",
-    "gather_backward", "scatter", "copy", "random",
+    "wide_grouped_convolution", "wide_grouped_convolution_backward", "attention", "attention_backward", "recurrent",
+    "recurrent_backward", "elementwise", "transcendental", "gelu", "update", "batch_norm",
+    "batch_norm_backward", "norm", "norm_backward",
+    "softmax", "softmax_backward", "reduction", "pooling", "pooling_backward", "gather", "gather_backward", "lookup",
+    "scatter", "copy", "fill", "random",
 ]  # fmt: skip
-"""A norm is also a softmax, an update is in place, as an optimizer's are, and pooling is resampling of any kind."""
+"""A wide convolution has windows of more than 3 × 3, an update is in place, as an optimizer's are, pooling is
+resampling of any kind, and a lookup copies whole rows."""
+BROADER: dict[str, KernelKind] = {
+    "wide_grouped_convolution": "grouped_convolution",
+    "wide_grouped_convolution_backward": "grouped_convolution_backward",
+    "batch_norm_backward": "norm_backward",
+    "softmax": "norm",
+    "softmax_backward": "norm_backward",
+    "lookup": "gather",
+    "fill": "copy",
+}
+"""The kind whose curves stand for one that was not measured by itself."""
 BY_FLOPS: tuple[KernelKind, ...] = (
     "matmul", "convolution", "convolution_backward", "grouped_convolution", "grouped_convolution_backward",
-    "attention", "attention_backward", "recurrent", "recurrent_backward",
+    "wide_grouped_convolution", "wide_grouped_convolution_backward", "attention", "attention_backward", "recurrent",
+    "recurrent_backward",
 )  # fmt: skip
 """Kinds whose size is in FLOPs; that of the others is in bytes that are read or written."""
 
@@ -82,6 +96,9 @@ class KernelCurve(Table, frozen=True):
     0: it is for all intensities."""
     signature: str = ""
     """The one operation, with its shapes, that the curve is for; empty: for all of its kind."""
+    launch_s: Seconds = Seconds(0)
+    """What the host is busy for with the launch of one, while the device computes those before it; 0 where the host
+    computes by itself, and its launches are part of the points."""
 
     def __post_init__(self) -> None:
         _check_points(f"kernel {self.kind} {self.dtype}", self.points)

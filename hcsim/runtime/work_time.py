@@ -8,7 +8,8 @@ model for multicore architectures", CACM 52:4, 2009): a kernel is bound either b
 η_c and η_b are the fractions of the data-sheet figures that are reached: by a whole training step, or, where the work
 is known by kinds of kernels, by those of each kind. A fanless machine runs at its sustained rate from the start,
 because training lasts much longer than its heat reserve. `overhead` is charged for each kernel launch. Where a
-machine's kernels were measured, work is the sum of their times instead.
+machine's kernels were measured, work is the sum of their times instead. A device that computes while its host launches
+the next kernels takes as long as the longer of the two paths: the sum of its kernels, or the sum of the launches.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from itertools import pairwise
 from math import log
 
 from hcsim.config import KernelCurve, Machine
-from hcsim.config.machine import BY_FLOPS, interpolated_s
+from hcsim.config.machine import BROADER, BY_FLOPS, interpolated_s
 from hcsim.errors import UsageError
 from hcsim.runtime.host import KernelGroup, Work
 
@@ -31,7 +32,11 @@ def seconds(machine: Machine, work: Work, throttle: float = 1.0, times: KernelTi
     steady = machine.sustained if machine.fanless else 1.0
     steps_s = work.steps * machine.step_s
     if work.groups and (machine.kernels or (machine.efficiencies and not work.estimated)):
-        return (times or KernelTimes(machine)).total_s(work.groups) / (throttle * steady) + steps_s
+        times = times or KernelTimes(machine)
+        kernels_s = times.total_s(work.groups) / (throttle * steady)
+        if times.asynchronous:
+            return max(kernels_s, times.launches_s(work.groups) + steps_s)
+        return kernels_s + steps_s
     compute_s = work.flops / (machine.efficiency_compute * machine.peak_flops)
     memory_s = work.moved_bytes / (machine.efficiency_memory * machine.memory_Bps)
     return max(compute_s, memory_s) / (throttle * steady) + work.kernels * machine.overhead_s + steps_s
@@ -47,6 +52,23 @@ class KernelTimes:
         for curve in sorted(machine.kernels, key=lambda curve: curve.intensity):
             if not curve.signature:
                 self._curves.setdefault((curve.kind, curve.dtype), []).append(curve)
+        self.asynchronous = any(curve.launch_s for curve in machine.kernels)
+        """Whether the device computes while the host launches kernels."""
+
+    def launches_s(self, groups: Iterable[KernelGroup]) -> float:
+        """Return how long the host is busy with the launches of all kernels."""
+        return sum(group.count * self._launch_s(group) for group in groups)
+
+    def _launch_s(self, group: KernelGroup) -> float:
+        curve = self._signed.get(group.signature) or next(iter(self._curves_of(group)), None)
+        return self._machine.overhead_s if curve is None else curve.launch_s
+
+    def _curves_of(self, group: KernelGroup) -> list[KernelCurve]:
+        for kind in (group.kind, BROADER.get(group.kind, group.kind)):
+            found = self._curves.get((kind, group.dtype)) or self._curves.get((kind, "float32"))
+            if found:
+                return found
+        return []
 
     def total_s(self, groups: Iterable[KernelGroup]) -> float:
         return sum(group.count * self.one_s(group) for group in groups)
@@ -58,7 +80,7 @@ class KernelTimes:
         own = self._signed.get(group.signature)
         if own is not None:
             return interpolated_s(own.points, size)
-        curves = self._curves.get((group.kind, group.dtype)) or self._curves.get((group.kind, "float32"))
+        curves = self._curves_of(group)
         if not curves:
             of_peak, of_bandwidth = _efficiencies(self._machine, group.kind)
             compute_s = group.flops / (of_peak * self._machine.peak_flops)

@@ -7,6 +7,7 @@ what no curve covers.
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from datetime import date
@@ -81,7 +82,8 @@ def with_kernels(
     flops = max(size / each_s for curve in kernels if curve.kind == "matmul" for size, each_s in curve.points)
     largest = [curve.points[-1] for curve in kernels if curve.kind in ("copy", "elementwise")]
     memory_Bps = max(size / each_s for size, each_s in largest)
-    launch_s = min(each_s for curve in kernels for _, each_s in curve.points)
+    launches_s = [curve.launch_s for curve in kernels if curve.launch_s]
+    launch_s = statistics.median(launches_s or [min(each_s for curve in kernels for _, each_s in curve.points)])
     chip = this_chip()
     found = basis(max(curve.basis.spread for curve in kernels))
     return replace(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 SAMPLE_S = 200e-6
@@ -37,7 +37,7 @@ def timed(call: Callable[[], object], budget_s: float) -> Timing:
     return summary(samples_s)
 
 
-def summary(samples: list[float]) -> Timing:
+def summary(samples: Sequence[float]) -> Timing:
     """Return the median, rounded to four digits, and half of the distance between the 10th and the 90th percentile."""
     middle = statistics.median(samples)
     tenths = statistics.quantiles(samples, n=10, method="inclusive") if len(samples) > 1 else [middle]

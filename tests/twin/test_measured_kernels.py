@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from experiments.compute.__main__ import Record
+from experiments.compute.predicted import Record, record_of
+from experiments.compute.recorded import Recorded, read, write
 from hcsim.config import Basis
 from hcsim.config.machine import interpolated_s
 from hcsim.torch_kernels import Kernel
-from hcsim.twin.kernels import Rest, Sample, TimedStep, curves_of, own_curves, rest_of, time_kernels
+from hcsim.twin.kernels import Rest, Sample, Steps, TimedStep, curves_of, own_curves, rest_of, time_kernels
 
 RECORDED = Path(__file__).with_name("compute.json")
 
@@ -49,13 +50,44 @@ def test_the_rest_of_a_step_is_found_from_its_kernels_and_their_bytes():
     timed = []
     for count, size in ((3, 1e4), (50, 1e3), (20, 1e7), (100, 1e5), (200, 1e6), (10, 3e6)):
         samples = copies([size] * count, [1e-5] * count)
-        timed.append(TimedStep(samples, [count * (1e-5 + 2e-6 + size * 1e-11) + 3e-4]))
+        timed.append(TimedStep(samples, Steps([count * (1e-5 + 2e-6 + size * 1e-11) + 3e-4])))
     rest = rest_of(timed)
     assert rest.step_s == pytest.approx(3e-4, rel=0.05)
     assert rest.kernel_s == pytest.approx(2e-6, rel=0.05)
     assert rest.byte_s == pytest.approx(1e-11, rel=0.05)
     (curve,) = curves_of(copies([1e3] * 8, [1e-5] * 8), rest, provenance)
     assert curve.points[0][1] == pytest.approx(1e-5 + 2e-6 + 1e-8, rel=0.01)
+
+
+def launched(count: int, launch_s: float, device_s: float) -> TimedStep:
+    """A step of an asynchronous device, with 2 us for each launch and 100 us for the step beside the calls."""
+    samples = copies([1e6] * count, [device_s] * count)
+    for sample in samples:
+        sample.launches.append(launch_s)
+    host_s = 1e-4 + count * (launch_s + 2e-6)
+    return TimedStep(samples, Steps([max(host_s, count * device_s)], [host_s], [count * (device_s + 1e-6)]))
+
+
+def test_launches_and_kernels_of_an_asynchronous_device_are_told_apart():
+    timed = [launched(count, 5e-6, device_s) for count, device_s in ((10, 1e-6), (30, 5e-5), (100, 2e-6), (300, 1e-4))]
+    rest = rest_of(timed)
+    assert rest.step_s == pytest.approx(1e-4, rel=0.05)
+    assert rest.launch_s == pytest.approx(2e-6, rel=0.05)
+    assert rest.kernel_s + 1e6 * rest.byte_s == pytest.approx(1e-6, rel=0.05)
+    (curve,) = curves_of(launched(8, 5e-6, 1e-4).samples, rest, provenance)
+    assert curve.launch_s == pytest.approx(7e-6, rel=0.05)
+    assert curve.points[0][1] == pytest.approx(1e-4 + 1e-6, rel=0.05)
+
+
+def test_recorded_steps_of_an_asynchronous_device_are_predicted_by_the_longer_path(tmp_path: Path):
+    blocks = {number: launched(10 + number, 5e-6, 2e-6 * number) for number in range(1, 30)}
+    models = {"bound by the host": launched(200, 5e-6, 2e-6), "bound by the device": launched(200, 5e-6, 3e-5)}
+    file = tmp_path / "measured.json"
+    write(file, [Recorded("cuda", 1, {}, blocks, models)])
+    (found,) = read(file)
+    own = {row.model: row for row in record_of(found).rows() if row.method == "own kernels"}
+    assert own["bound by the host"].predicted_s == pytest.approx(1e-4 + 200 * 7e-6, rel=0.05)
+    assert own["bound by the device"].predicted_s == pytest.approx(200 * 3.1e-5, rel=0.05)
 
 
 def test_a_step_has_the_kernels_that_it_launches_with_a_time_for_each_repetition():

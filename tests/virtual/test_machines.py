@@ -125,6 +125,25 @@ def test_a_step_costs_what_the_machine_needs_beside_its_kernels():
     assert seconds(machine, Work(kernels=0, steps=1)) == pytest.approx(3e-3)
 
 
+def test_a_step_of_an_asynchronous_device_lasts_as_long_as_its_kernels_or_their_launches():
+    curves = (
+        KernelCurve("matmul", ((1e6, 1e-4),), launch_s=2e-5),
+        KernelCurve("copy", ((1e6, 1e-6),), launch_s=1e-5),
+    )
+    device = Machine("gpu", 1e12, 1e11, kernels=curves, step_s=5e-4, overhead_s=4e-5)
+
+    def lasts_s(*groups: KernelGroup, throttle: float = 1.0) -> float:
+        return seconds(device, Work(groups=groups, steps=1), throttle)
+
+    products, copies = KernelGroup("matmul", 1e6, 1e3, 100), KernelGroup("copy", 0.0, 1e6, 100)
+    assert lasts_s(products) == pytest.approx(100 * 1e-4)
+    assert lasts_s(copies) == pytest.approx(5e-4 + 100 * 1e-5)
+    assert lasts_s(products, copies) == pytest.approx(100 * (1e-4 + 1e-6))
+    assert lasts_s(copies, throttle=0.5) == lasts_s(copies), "the host is not throttled"
+    unmeasured = KernelGroup("gather", 0.0, 1.0, 100)
+    assert lasts_s(copies, unmeasured) == pytest.approx(5e-4 + 100 * (1e-5 + 4e-5))
+
+
 def test_an_operation_that_was_measured_by_itself_takes_that_time():
     own = KernelCurve("copy", ((4e3, 7e-6),), signature="clone(10x100)")
     measured = Machine("mini", 1e12, 1e11, kernels=(KernelCurve("copy", ((4e3, 2e-6),)), own))

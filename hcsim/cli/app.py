@@ -144,13 +144,25 @@ def doctor(
 
 @app.command()
 def probe(
+    script: Annotated[
+        Path | None,
+        typer.Argument(metavar="[SCRIPT.py]", help="Measure the kernels of this torch training script instead."),
+    ] = None,
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[-- ARGUMENTS]", help="What the script is given, after --.", show_default=False),
+    ] = None,
     out: Annotated[
         Path, typer.Option("--out", "-o", help="The twin: a scenario to begin, or to which this machine is added.")
     ] = Path("twin.toml"),
     device: Annotated[str, typer.Option(help="auto, mps, cuda or cpu.")] = "auto",
     minutes: Annotated[
-        float, typer.Option(min=0, help="Keep the machine busy for so long, for the speed that it sustains.")
-    ] = 0.0,
+        float | None,
+        typer.Option(
+            min=0,
+            help="Keep the machine busy for so long, for the speed that it sustains; the longest time of a script.",
+        ),
+    ] = None,
     of_cluster: Annotated[
         bool, typer.Option("--cluster", help="Have the members of a running cluster measure the links between them.")
     ] = False,
@@ -161,17 +173,22 @@ def probe(
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print what was measured as JSON.")] = False,
 ) -> None:
-    """Measure this machine, or the links of a cluster, and write what was found into a scenario: its twin."""
+    """Measure this machine, a script on it, or the links of a cluster, and write what was found into a scenario: its
+    twin."""
     with errors_told():
         from hcsim.cli import probe as work
+        from hcsim.cli.probe_script import ScriptRequest, probe_script
         from hcsim.cli.request import only
 
-        if of_cluster:
+        if script is not None:
+            only("without a script", {"--cluster": of_cluster or None, "--name": name, "--peer": peer})
+            probe_script(out, ScriptRequest(script, arguments or (), device, minutes), report, as_json=json)
+        elif of_cluster:
             only("without --cluster", {"--device": None if device == "auto" else device, "--minutes": minutes or None})
             work.probe_cluster(out, cluster.home(), name or CLUSTER, peer or (), report, as_json=json)
         else:
             only("with --cluster", {"--name": name, "--peer": peer})
-            work.probe(out, device, minutes, report, as_json=json)
+            work.probe(out, device, minutes or 0.0, report, as_json=json)
 
 
 @app.command()

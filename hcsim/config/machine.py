@@ -12,6 +12,7 @@ from itertools import pairwise
 from typing import Annotated, Literal, TypeAlias, get_args
 
 from msgspec import Meta, field
+from msgspec.structs import replace
 
 from hcsim.config.table import Table
 from hcsim.errors import UsageError
@@ -126,6 +127,16 @@ class MessageCosts(Table, frozen=True):
     basis: Basis = Basis("estimated")
 
 
+class ScriptKernels(Table, frozen=True):
+    """What the kernels of one script take in its own steps, with what the script does before each of them."""
+
+    name: str
+    """Of the script's file."""
+    basis: Basis = Basis("measured")
+    kernels: tuple[KernelCurve, ...] = field(name="kernel", default=())
+    """By signature."""
+
+
 class Machine(Table, frozen=True):
     """The compute hardware of a node. An efficiency is the share of the data-sheet figure that is reached."""
 
@@ -157,6 +168,13 @@ class Machine(Table, frozen=True):
     step_basis: Basis = Basis()
     shares_processor: bool = False
     """Whether messages and kernels are handled by the same processor, so that each delays the other."""
+    scripts: tuple[ScriptKernels, ...] = field(name="script", default=())
+
+    def running(self, script: str) -> Machine:
+        """Return the machine as a script of this name finds it: with the kernels that were timed in its own steps.
+        These contain what a step costs beside kernels."""
+        own = next((each for each in self.scripts if each.name == script), None)
+        return self if own is None else replace(self, kernels=(*self.kernels, *own.kernels), step_s=Seconds(0))
 
 
 # Peaks are fp32 of the largest GPU of each chip: cores × 256 × GHz. Where a source gives a range, its middle.

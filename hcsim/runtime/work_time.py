@@ -8,7 +8,7 @@ model for multicore architectures", CACM 52:4, 2009): a kernel is bound either b
 η_c and η_b are the fractions of the data-sheet figures that are reached: by a whole training step, or, where the work
 is known by kinds of kernels, by those of each kind. A fanless machine runs at its sustained rate from the start,
 because training lasts much longer than its heat reserve. `overhead` is charged for each kernel launch. Where a
-machine's kernels were measured, work is the sum of their times instead.
+machine's kernels were measured, work is the sum of their times instead, and so it is with compressors.
 """
 
 from __future__ import annotations
@@ -17,10 +17,12 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from math import log
 
+from msgspec.structs import replace
+
 from hcsim.config import KernelCurve, Machine
 from hcsim.config.machine import BY_FLOPS, interpolated_s
 from hcsim.errors import UsageError
-from hcsim.runtime.host import KernelGroup, Work
+from hcsim.runtime.host import CodecCall, KernelGroup, Work
 
 
 def seconds(machine: Machine, work: Work, throttle: float = 1.0, times: KernelTimes | None = None) -> float:
@@ -32,6 +34,10 @@ def seconds(machine: Machine, work: Work, throttle: float = 1.0, times: KernelTi
     steps_s = work.steps * machine.step_s
     if work.groups and (machine.kernels or (machine.efficiencies and not work.estimated)):
         return (times or KernelTimes(machine)).total_s(work.groups) / (throttle * steady) + steps_s
+    if work.codecs and machine.codecs:
+        codec_s, moved_bytes = (times or KernelTimes(machine)).codecs_s(work.codecs)
+        work = replace(work, moved_bytes=max(0.0, work.moved_bytes - moved_bytes), codecs=())
+        return codec_s / (throttle * steady) + seconds(machine, work, throttle, times)
     compute_s = work.flops / (machine.efficiency_compute * machine.peak_flops)
     memory_s = work.moved_bytes / (machine.efficiency_memory * machine.memory_Bps)
     return max(compute_s, memory_s) / (throttle * steady) + work.kernels * machine.overhead_s + steps_s
@@ -43,10 +49,22 @@ class KernelTimes:
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
         self._signed = {curve.signature: curve for curve in machine.kernels if curve.signature}
+        self._codecs = {codec.compressor: codec for codec in machine.codecs}
         self._curves: dict[tuple[str, str], list[KernelCurve]] = {}
         for curve in sorted(machine.kernels, key=lambda curve: curve.intensity):
             if not curve.signature:
                 self._curves.setdefault((curve.kind, curve.dtype), []).append(curve)
+
+    def codecs_s(self, calls: Iterable[CodecCall]) -> tuple[float, float]:
+        """Return the time of those compressors that were measured, and the bytes that the estimate says they move."""
+        lasts_s = moved_bytes = 0.0
+        for call in calls:
+            curve = self._codecs.get(call.compressor)
+            if curve is not None:
+                points = curve.decode if call.decodes else curve.encode
+                lasts_s += call.count * interpolated_s(points, call.size_bytes)
+                moved_bytes += call.moved_bytes
+        return lasts_s, moved_bytes
 
     def total_s(self, groups: Iterable[KernelGroup]) -> float:
         return sum(group.count * self.one_s(group) for group in groups)

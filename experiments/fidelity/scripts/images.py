@@ -9,6 +9,8 @@ from torch.utils.data import DataLoader, Dataset
 
 
 class Shifted(Dataset):
+    """Images, each shifted by another number of columns."""
+
     def __init__(self) -> None:
         self.images = np.random.default_rng(0).standard_normal((512, 3, 24, 24)).astype(np.float32)
 

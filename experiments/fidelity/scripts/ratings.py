@@ -6,6 +6,8 @@ from torch import nn
 
 
 class Ratings(nn.Module):
+    """The stars that somebody gives something."""
+
     def __init__(self) -> None:
         super().__init__()
         self.people, self.things = nn.Embedding(2000, 32), nn.Embedding(1000, 32)

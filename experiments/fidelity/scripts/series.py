@@ -6,6 +6,8 @@ from torch import nn
 
 
 class Forecast(nn.Module):
+    """The next values of a series."""
+
     def __init__(self) -> None:
         super().__init__()
         self.lstm, self.head = nn.LSTM(16, 96, num_layers=2, batch_first=True), nn.Linear(96, 16)

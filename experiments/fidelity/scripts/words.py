@@ -9,6 +9,8 @@ WORDS, WIDTH, HEADS, LENGTH = 1000, 128, 4, 64
 
 
 class Layer(nn.Module):
+    """A layer of a decoder."""
+
     def __init__(self) -> None:
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
@@ -22,6 +24,8 @@ class Layer(nn.Module):
 
 
 class Words(nn.Module):
+    """The decoder."""
+
     def __init__(self) -> None:
         super().__init__()
         self.words, self.places = nn.Embedding(WORDS, WIDTH), nn.Embedding(LENGTH, WIDTH)

@@ -40,6 +40,8 @@ def probe_script(out: Path, request: ScriptRequest, report: Path | None, *, as_j
         raise ConfigError(f"{script}: a script's name ends with .py")
     if minutes == 0:
         raise ConfigError("--minutes 0: a script needs time to take steps")
+    if not script.is_file():
+        raise ConfigError(f"{script}: there is no such script")
     check_torch_device(device)
     check_report(report)
     twin, name = TwinFile(out), host_name()

@@ -166,15 +166,18 @@ class Machine(Table, frozen=True):
     step_s: Seconds = Seconds(0)
     """What a training step costs beside its kernels, messages and codecs."""
     step_basis: Basis = Basis()
+    hand_over_s: Seconds = Seconds(0)
+    """What it costs a training to hand each piece of work to the device, and to hear that it is done."""
     shares_processor: bool = False
     """Whether messages and kernels are handled by the same processor, so that each delays the other."""
     scripts: tuple[ScriptKernels, ...] = field(name="script", default=())
 
     def running(self, script: str) -> Machine:
-        """Return the machine as a script of this name finds it: with the kernels that were timed in its own steps.
-        These contain what a step costs beside kernels."""
+        """Return the machine as a script of this name finds it, which calls torch itself: with the kernels that were
+        timed in its own steps. These contain what a step costs beside kernels."""
+        machine = replace(self, hand_over_s=Seconds(0)) if self.hand_over_s else self
         own = next((each for each in self.scripts if each.name == script), None)
-        return self if own is None else replace(self, kernels=(*self.kernels, *own.kernels), step_s=Seconds(0))
+        return machine if own is None else replace(machine, kernels=(*self.kernels, *own.kernels), step_s=Seconds(0))
 
 
 # Peaks are fp32 of the largest GPU of each chip: cores × 256 × GHz. Where a source gives a range, its middle.

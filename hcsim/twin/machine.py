@@ -7,6 +7,7 @@ what no curve covers.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Iterator
 from datetime import date
@@ -15,14 +16,16 @@ from msgspec.structs import replace
 
 from hcsim.config.machine import Basis, KernelCurve, Machine
 from hcsim.real.hardware import RealDevice, installed_versions, system_name, this_chip
+from hcsim.runtime.host import Work
 from hcsim.twin.codecs import measure_codec, usual_specs
 from hcsim.twin.messages import measure_messages
-from hcsim.twin.timing import rounded, timed
+from hcsim.twin.timing import rounded, summary, timed
 from hcsim.units import ByteRate, Bytes, FlopRate, PositiveShare, Seconds
 
 KEPT = 0.95
 """A machine that keeps this share of its speed is not slowed down by heat: repeats differ by as much."""
 _HEATED_SIZE = 1024
+_HAND_OVER_BATCHES, _HAND_OVERS = 15, 100
 _ROUGH_S = 0.2
 _SUMMED, _SUM_BYTES = 1 << 22, 12
 """Elements of a large sum, and the bytes that it moves for each."""
@@ -62,6 +65,8 @@ def measure_machine(name: str, device: str, before: Machine | None, heat_s: floa
         machine = replace(machine, step_s=Seconds(rounded(kernels.rest.step_s)), step_basis=basis(0.0))
         yield machine
     assert machine is not None
+    tell("a device's thread")
+    machine = replace(machine, hand_over_s=Seconds(hand_over_s(device)))
     tell("messages, plain and over TLS")
     machine = replace(machine, messages=measure_messages(basis))
     yield machine
@@ -75,6 +80,25 @@ def measure_machine(name: str, device: str, before: Machine | None, heat_s: floa
         share = sustained_share(device, heat_s, tell)
         machine = replace(machine, fanless=share < KEPT, sustained=PositiveShare(rounded(min(1.0, share), 2)))
         yield machine
+
+
+def hand_over_s(device: str) -> float:
+    """Return what it takes to have a device's thread do nothing."""
+
+    async def batches() -> list[float]:
+        here = RealDevice(device)
+        lasted_s = []
+        try:
+            for _ in range(_HAND_OVER_BATCHES):
+                began_s = time.perf_counter()
+                for _ in range(_HAND_OVERS):
+                    await here.run(Work(), lambda: None)
+                lasted_s.append((time.perf_counter() - began_s) / _HAND_OVERS)
+        finally:
+            here.close()
+        return lasted_s
+
+    return summary(asyncio.run(batches())).seconds
 
 
 def rough_machine(name: str, device: str) -> Machine:

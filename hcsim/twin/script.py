@@ -27,7 +27,7 @@ from typing import NamedTuple
 import msgspec
 
 from hcsim.config.machine import BY_FLOPS, Basis, KernelCurve, KernelKind, Machine, ScriptKernels
-from hcsim.errors import UNDECODABLE, ConfigError, HcsimError
+from hcsim.errors import UNDECODABLE, HcsimError
 from hcsim.real.sockets import free_ports
 from hcsim.runtime.host import KernelGroup, Work
 from hcsim.runtime.work_time import seconds
@@ -103,8 +103,6 @@ class ScriptCheck(msgspec.Struct, frozen=True):
 def time_script(script: Path, arguments: Sequence[str], device: str, most_s: float) -> ScriptTimes:
     """Run the script as the only rank of a torchrun, for as many steps as are timed. Its output goes to standard
     error."""
-    if not script.is_file():
-        raise ConfigError(f"{script}: there is no such script")
     environment = dict(os.environ)
     if device == "cpu":
         environment["CUDA_VISIBLE_DEVICES"] = ""

@@ -41,6 +41,7 @@ from hcsim.workers import ONE_THREAD
 from tests.real.namespaces import Lan
 
 HOSTS = 2
+TASKS = ("digits", "text")
 _ROUNDS = 4
 _REPEATS = 2
 _METHODS = (
@@ -74,12 +75,7 @@ class ComputingCell(msgspec.Struct, frozen=True):
 
 
 def computing() -> list[ComputingCell]:
-    return [
-        ComputingCell(medium, task, *how)
-        for medium in ("100mb", "1gb")
-        for task in ("digits", "text")
-        for how in _METHODS
-    ]
+    return [ComputingCell(medium, task, *how) for medium in ("100mb", "1gb") for task in TASKS for how in _METHODS]
 
 
 class Lap(msgspec.Struct, frozen=True):
@@ -161,6 +157,8 @@ def probed(file: Path, scripts: Sequence[Path] = ()) -> Machine:
     known = load_scenario(file).machines[0] if file.exists() else None
     if known is None:
         _probe(file)
+        for name in TASKS:
+            _probe(file, "--task", name)
     for script in scripts:
         if known is None or script.name not in [each.name for each in known.scripts]:
             _probe(file, str(script), "--", "1000000")

@@ -163,6 +163,10 @@ def probe(
             help="Keep the machine busy for so long, for the speed that it sustains; the longest time of a script.",
         ),
     ] = None,
+    task: Annotated[
+        str | None,
+        typer.Option(help="Measure the steps of this task instead.", autocompletion=names_of("tasks")),
+    ] = None,
     of_cluster: Annotated[
         bool, typer.Option("--cluster", help="Have the members of a running cluster measure the links between them.")
     ] = False,
@@ -177,12 +181,17 @@ def probe(
     twin."""
     with errors_told():
         from hcsim.cli import probe as work
-        from hcsim.cli.probe_script import ScriptRequest, probe_script
+        from hcsim.cli.probe_script import ScriptRequest, probe_script, probe_task
         from hcsim.cli.request import only
 
         if script is not None:
-            only("without a script", {"--cluster": of_cluster or None, "--name": name, "--peer": peer})
+            given = {"--cluster": of_cluster or None, "--name": name, "--peer": peer, "--task": task}
+            only("without a script", given)
             probe_script(out, ScriptRequest(script, arguments or (), device, minutes), report, as_json=json)
+        elif task is not None:
+            given = {"--cluster": of_cluster or None, "--name": name, "--peer": peer, "--minutes": minutes}
+            only("without --task", given)
+            probe_task(out, task, device, as_json=json)
         elif of_cluster:
             only("without --cluster", {"--device": None if device == "auto" else device, "--minutes": minutes or None})
             work.probe_cluster(out, cluster.home(), name or CLUSTER, peer or (), report, as_json=json)

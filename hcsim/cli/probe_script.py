@@ -1,5 +1,5 @@
-"""`hcsim probe SCRIPT.py`: measure the kernels of a torch training script in its own steps, and write them into a
-twin."""
+"""`hcsim probe SCRIPT.py` and `hcsim probe --task`: measure the kernels of a torch training script, or the parts of a
+task, in its own steps, and write them into a twin."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ from hcsim.cli import screen
 from hcsim.cli.probe import check_report, write_report
 from hcsim.config.machine import Basis, Machine
 from hcsim.errors import ConfigError, HcsimError
-from hcsim.real.hardware import check_torch_device
+from hcsim.real.hardware import best_torch_device, check_torch_device
 from hcsim.real.interfaces import host_name, leads_out, list_interfaces
+from hcsim.training.tasks import TASKS
 from hcsim.twin.file import TwinFile
 from hcsim.twin.machine import measured_now, rough_machine
 from hcsim.twin.script import ScriptCheck, check, script_kernels, time_script, with_script
+from hcsim.twin.tasks import measure_task
 
 _USUAL_MINUTES = 5.0
 
@@ -63,6 +65,31 @@ def probe_script(out: Path, request: ScriptRequest, report: Path | None, *, as_j
         return
     _show(script.name, times.device, found, ended=times.ended)
     _show_next(out, script, known)
+
+
+def probe_task(out: Path, task: str, device: str, *, as_json: bool) -> None:
+    """Take steps of a task, and put the times of their parts into the twin."""
+    check_torch_device(device)
+    TASKS.named(task)
+    device = best_torch_device() if device == "auto" else device
+    twin, name = TwinFile(out), host_name()
+    with screen.ProgressLine("probe", 1) as progress:
+        progress.phase(f"steps of {task}")
+        found = measure_task(task, device, measured_now(device))
+        progress.phase("products and sums")
+        machine = twin.machine(name) or rough_machine(name, device)
+    others = tuple(each for each in machine.tasks if each.name != task)
+    twin.put_machine(replace(machine, tasks=(*others, found)), [each for each in list_interfaces() if leads_out(each)])
+    if as_json:
+        sys.stdout.write(msgspec.json.format(msgspec.json.encode(found)).decode() + "\n")
+        return
+    for curve in found.kernels:
+        sizes = len(curve.points) > 1
+        times = (
+            screen.duration(each_s) + (f" ({samples:g} samples)" if sizes else "") for samples, each_s in curve.points
+        )
+        screen.say(f"{curve.signature}: {', '.join(times)}")
+    screen.note(f"written to {out}: try `hcsim run {out} --task {task}`")
 
 
 def _basis(device: str, arguments: Sequence[str]) -> Callable[[float], Basis]:

@@ -50,6 +50,7 @@ _COMMENTS = {
     "machine.script": (
         "A script that was timed in its own steps; of each operation with its shapes, the time of one.",
     ),
+    "machine.task": ("A task whose parts were timed in its own steps: [samples, seconds].",),
     "machine.codec": ("The time to encode and to decode a tensor: [bytes before compression, seconds].",),
     "machine.messages": ("What a message costs the processor, and how many bytes of them one core passes on.",),
 }

@@ -128,10 +128,11 @@ class MessageCosts(Table, frozen=True):
 
 
 class ScriptKernels(Table, frozen=True):
-    """What the kernels of one script take in its own steps, with what the script does before each of them."""
+    """What the kernels of one script take in its own steps, with what the script does before each of them; or what the
+    parts of one task's step take."""
 
     name: str
-    """Of the script's file."""
+    """Of the script's file, or of the task."""
     basis: Basis = Basis("measured")
     kernels: tuple[KernelCurve, ...] = field(name="kernel", default=())
     """By signature."""
@@ -171,6 +172,10 @@ class Machine(Table, frozen=True):
     shares_processor: bool = False
     """Whether messages and kernels are handled by the same processor, so that each delays the other."""
     scripts: tuple[ScriptKernels, ...] = field(name="script", default=())
+
+    """In runs of a script of that name."""
+    tasks: tuple[ScriptKernels, ...] = field(name="task", default=())
+    """The parts of a task's step, against the number of samples."""
 
     def running(self, script: str) -> Machine:
         """Return the machine as a script of this name finds it, which calls torch itself: with the kernels that were

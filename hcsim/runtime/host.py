@@ -169,6 +169,13 @@ class CodecCall(msgspec.Struct, frozen=True):
     count: float = 1.0
 
 
+class TaskPart(msgspec.Struct, frozen=True):
+    """A part of a task's step, for a machine on which it was measured by itself."""
+
+    signature: str
+    samples: float
+
+
 class Work(msgspec.Struct, frozen=True):
     """The amount of work, for a machine whose time is modelled."""
 
@@ -186,6 +193,8 @@ class Work(msgspec.Struct, frozen=True):
     """Training steps that end with this work; each costs what the machine's steps cost beside their kernels."""
     codecs: tuple[CodecCall, ...] = ()
     """The part of the work that compressors do, for a machine on which they were measured."""
+    part: TaskPart | None = None
+    """All of the work, for a machine on which it was measured by itself; with what a step costs beside it."""
 
 
 def joined_work(works: Iterable[Work], times: float = 1.0) -> Work:

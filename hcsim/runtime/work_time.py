@@ -22,7 +22,7 @@ from msgspec.structs import replace
 from hcsim.config import KernelCurve, Machine
 from hcsim.config.machine import BY_FLOPS, interpolated_s
 from hcsim.errors import UsageError
-from hcsim.runtime.host import CodecCall, KernelGroup, Work
+from hcsim.runtime.host import CodecCall, KernelGroup, TaskPart, Work
 
 
 def seconds(machine: Machine, work: Work, throttle: float = 1.0, times: KernelTimes | None = None) -> float:
@@ -31,7 +31,11 @@ def seconds(machine: Machine, work: Work, throttle: float = 1.0, times: KernelTi
     if not 0 < throttle <= 1:
         raise UsageError(f"a throttle of {throttle} is not in (0, 1]")
     steady = machine.sustained if machine.fanless else 1.0
-    steps_s = work.steps * machine.step_s
+    if work.part is not None and machine.tasks:
+        own_s = (times or KernelTimes(machine)).part_s(work.part)
+        if own_s is not None:
+            return own_s / (throttle * steady)
+    steps_s = work.steps * machine.step_s + machine.hand_over_s
     if work.groups and (machine.kernels or (machine.efficiencies and not work.estimated)):
         return (times or KernelTimes(machine)).total_s(work.groups) / (throttle * steady) + steps_s
     if work.codecs and machine.codecs:
@@ -49,11 +53,17 @@ class KernelTimes:
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
         self._signed = {curve.signature: curve for curve in machine.kernels if curve.signature}
+        self._parts = {curve.signature: curve for known in machine.tasks for curve in known.kernels}
         self._codecs = {codec.compressor: codec for codec in machine.codecs}
         self._curves: dict[tuple[str, str], list[KernelCurve]] = {}
         for curve in sorted(machine.kernels, key=lambda curve: curve.intensity):
             if not curve.signature:
                 self._curves.setdefault((curve.kind, curve.dtype), []).append(curve)
+
+    def part_s(self, part: TaskPart) -> float | None:
+        """Return the time of a part of a task's step; None where it was not measured."""
+        curve = self._parts.get(part.signature)
+        return None if curve is None else interpolated_s(curve.points, part.samples)
 
     def codecs_s(self, calls: Iterable[CodecCall]) -> tuple[float, float]:
         """Return the time of those compressors that were measured, and the bytes that the estimate says they move."""

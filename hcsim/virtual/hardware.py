@@ -144,8 +144,7 @@ class VirtualDevice:
         if into is not None and self._spoilers:
             self._spoilers = [spoiler for spoiler in self._spoilers if not spoiler(into)]
         # At full speed; but launching kernels takes as long on a machine that is throttled.
-        work_s = seconds(self._machine, work, self.throttle, self._times) + self._machine.hand_over_s
-        lasts_s = (work_s + waited_s) * self.throttle
+        lasts_s = (seconds(self._machine, work, self.throttle, self._times) + waited_s) * self.throttle
         if lasts_s > 0.0 or self._stuck:
             with self._busy():
                 self._busy_until_s = max(self._busy_until_s, self._pace.now()) + lasts_s

@@ -27,7 +27,7 @@ from msgspec.structs import replace
 
 import hcsim
 from experiments.fidelity.homes import Network, built, modelled
-from experiments.fidelity.program import options
+from experiments.fidelity.program import Trainings, options
 from experiments.fidelity.rank import Job, Ready
 from experiments.fidelity.worlds import Timing
 from experiments.peers.crew import CONTROL, Command, Crew, module, working
@@ -68,10 +68,9 @@ class ComputingCell(msgspec.Struct, frozen=True):
         return f"{self.medium}/{HOSTS}/{self.task}, computed/{self.strategy}/{self.compressor}"
 
     @property
-    def training(self) -> Training:
-        chosen = Training(task=self.task, strategy=self.strategy, compressor=self.compressor)
-        steps = FIRST_STEPS + _ROUNDS * max(4, exchanges_every(chosen))
-        return replace(chosen, steps=steps, evaluate_every=steps)
+    def turn(self) -> Trainings:
+        every = exchanges_every(Training(strategy=self.strategy))
+        return Trainings(self.task, self.strategy, self.compressor, FIRST_STEPS + _ROUNDS * max(4, every), 1)
 
 
 def computing() -> list[ComputingCell]:
@@ -123,8 +122,8 @@ def _commands(machines: Lan, folder: Path) -> list[Command]:
 
 def _measured(crew: Crew, cell: ComputingCell) -> tuple[Timing, PhaseTimes]:
     """Take the steps of the rank that trains in every strategy: the last one."""
-    laps = [max(crew.take(cell.training, Lap), key=lambda lap: lap.rank).seconds for _ in range(cell.repeats)]
-    every = exchanges_every(cell.training)
+    laps = [max(crew.take(cell.turn, Lap), key=lambda lap: lap.rank).seconds for _ in range(cell.repeats)]
+    every = exchanges_every(cell.turn.training)
     phases = [phase_times(lap, every) for lap in laps]
     steps_s = [
         sum(step["whole"] for step in lap[first : first + every]) / every
@@ -142,7 +141,7 @@ def _timing(median_s: float, all_s: Sequence[float]) -> Timing:
 
 def predicted_phases(cell: ComputingCell, network: Network, machine: Machine) -> PhaseTimes:
     """Return the phases of a step by the model."""
-    return predict(apart(cell.medium, network, machine), PredictedRun(cell.training, rank=HOSTS - 1)).phases
+    return predict(apart(cell.medium, network, machine), PredictedRun(cell.turn.training, rank=HOSTS - 1)).phases
 
 
 def apart(medium: str, network: Network, machine: Machine) -> Scenario:
@@ -180,7 +179,7 @@ async def _take_turns(job: Job, rank: int) -> None:
             writer.write(msgspec.json.encode(message) + b"\n")
             if not (line := await reader.readline()):
                 return
-            report = await train(group, msgspec.json.decode(line, type=Training), seed=1)
+            report = await train(group, msgspec.json.decode(line, type=Trainings).training, seed=1)
             message = Lap(rank, [point.spent_s for point in report.points])
 
 

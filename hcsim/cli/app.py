@@ -185,12 +185,13 @@ def probe(
         from hcsim.cli.request import only
 
         if script is not None:
-            given = {"--cluster": of_cluster or None, "--name": name, "--peer": peer, "--task": task}
-            only("without a script", given)
+            only("without a script", {"--cluster": of_cluster or None, "--name": name, "--peer": peer, "--task": task})
             probe_script(out, ScriptRequest(script, arguments or (), device, minutes), report, as_json=json)
         elif task is not None:
-            given = {"--cluster": of_cluster or None, "--name": name, "--peer": peer, "--minutes": minutes}
-            only("without --task", given)
+            only(
+                "without --task",
+                {"--cluster": of_cluster or None, "--name": name, "--peer": peer, "--minutes": minutes},
+            )
             probe_task(out, task, device, as_json=json)
         elif of_cluster:
             only("without --cluster", {"--device": None if device == "auto" else device, "--minutes": minutes or None})

@@ -151,7 +151,7 @@ class _Step(NamedTuple):
 
     kernels: list[TimedKernel]
     plain_s: float
-    count: int = 1
+    steps: int = 1
 
 
 def script_kernels(name: str, turns: Sequence[Turn], basis: Callable[[float], Basis]) -> ScriptKernels:
@@ -234,10 +234,10 @@ def check(name: str, turns: Sequence[Turn], machine: Machine) -> ScriptCheck:
     signatures = {curve.signature for curve in own.kernels}
     of_known_s = sum(kernel.lasted_s for kernel in step.kernels if kernel.signature in signatures)
     return ScriptCheck(
-        step_s=step.plain_s / step.count,
+        step_s=step.plain_s / step.steps,
         spread=_spread(held_out),
-        predicted_s=predicted_s(with_script(machine, own).running(name), step.kernels) / step.count,
-        kernels=round(len(step.kernels) / step.count),
+        predicted_s=predicted_s(with_script(machine, own).running(name), step.kernels) / step.steps,
+        kernels=round(len(step.kernels) / step.steps),
         distinct=len({kernel.signature for kernel in step.kernels}),
         known=of_known_s / sum(kernel.lasted_s for kernel in step.kernels),
     )

@@ -97,7 +97,7 @@ class StepObserver:
             self._passed_back(outputs)
             return found
 
-        Optimizer.__init__ = creating  # type: ignore[method-assign]
+        Optimizer.__init__ = creating  # type: ignore[method-assign, assignment]
         torch.autograd.backward, torch.autograd.grad = passing, differentiating
         register_optimizer_step_post_hook(lambda optimizer, *_: self._optimized(optimizer))
 
@@ -142,11 +142,12 @@ class StepObserver:
             turn = Turn([], [])
             self.turns.append(turn)
             yield from self._time_plain(turn, wait)
-            with_stopwatch = GapStopwatch(self.device)
-            with_stopwatch.__enter__()  # it lasts from here to the end of another step
+            stopwatch = GapStopwatch(self.device)
+            # Not in a `with`: the mode is active in the script, while this generator waits.
+            stopwatch.__enter__()  # type: ignore[no-untyped-call]
             yield
-            with_stopwatch.__exit__(None, None, None)
-            turn.kernels.extend(with_stopwatch.kernels())
+            stopwatch.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            turn.kernels.extend(stopwatch.kernels())
             if time.perf_counter() - began_s > self._limit_s or number == TURNS - 1:
                 return
             yield
@@ -172,7 +173,7 @@ def _time_script(job: ScriptJob) -> NoReturn:
     variables = environment(0, 1, "127.0.0.1", 1)
     os.environ.update(variables | {"MASTER_PORT": str(job.port)})
     if job.device == "cpu":
-        torch.backends.mps.is_available = lambda: False
+        torch.backends.mps.is_available = lambda: False  # type: ignore[assignment]
 
     def leave(code: int = 0, error: str = "", *, ended: bool = False) -> NoReturn:
         sys.stdout.flush()

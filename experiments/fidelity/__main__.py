@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeAlias
 
 import msgspec
 import typer
@@ -29,20 +29,27 @@ from experiments.fidelity.bands import banded, network_spread
 from experiments.fidelity.calibration import fitted, this_machine
 from experiments.fidelity.cells import AnyCell, collectives, shared_trainings, trainings
 from experiments.fidelity.churn import ChurnCell, churn, measure_churn, predict_churn
+from experiments.fidelity.computed import ComputedCell, measure_computed, predict_computed
+from experiments.fidelity.computing import computing
 from experiments.fidelity.homes import MEDIA
 from experiments.fidelity.record import Record
 from experiments.fidelity.report import Class, Row, classes, row, save, table
+from experiments.fidelity.script_cells import script_cells
 from experiments.fidelity.worlds import Timing, measure, predicted
 from hcsim.config import Machine, Scenario, load_scenario
 from hcsim.config.file import write_scenario
 from hcsim.files import write_whole
 from tests.real.namespaces import obstacle
 
-PARTS: dict[str, Callable[[], Sequence[AnyCell | ChurnCell]]] = {
+LabCell: TypeAlias = AnyCell | ChurnCell | ComputedCell
+
+PARTS: dict[str, Callable[[], Sequence[LabCell]]] = {
     **{f"collectives-{medium}": partial(collectives, medium) for medium in MEDIA},
     "training": trainings,
     "training-shared": shared_trainings,
     "churn": churn,
+    "computing": computing,
+    "scripts": script_cells,
 }
 CELLS = "measured.csv"
 CALIBRATION = "calibration.json"
@@ -69,21 +76,22 @@ def main(
     cells = [cell for part in parts for cell in PARTS[part]()]
     with Progress(console=Console(stderr=True), transient=True) as progress:
         if not predict:
-            _measure([cell for cell in cells if again or cell.name not in record.timings], record, progress)
+            _measure([cell for cell in cells if again or cell.name not in record.timings], record, out, progress)
             _keep_machine(out / MACHINE)
         rows, found = _compare(record, _machine(out / MACHINE), out, progress)
     rows_for_json = [msgspec.structs.asdict(each) for each in rows]
     asked.hand_over(json_file, rows_for_json, lambda: Console(width=120).print(table(found, rows)))
 
 
-def _measure(cells: Sequence[AnyCell | ChurnCell], record: Record, progress: Progress) -> None:
+def _measure(cells: Sequence[LabCell], record: Record, out: Path, progress: Progress) -> None:
     task = progress.add_task("measuring", total=len(cells))
 
-    def done(cell: AnyCell | ChurnCell, timing: Timing) -> None:
+    def done(cell: LabCell, timing: Timing) -> None:
         record.add(cell.name, timing)
         progress.advance(task)
 
-    measure([cell for cell in cells if not isinstance(cell, ChurnCell)], done)
+    measure([cell for cell in cells if not isinstance(cell, ChurnCell | ComputedCell)], done)
+    measure_computed([cell for cell in cells if isinstance(cell, ComputedCell)], out, done)
     if any(isinstance(cell, ChurnCell) for cell in cells):
         for cell, timing in measure_churn().items():
             done(cell, timing)
@@ -113,10 +121,13 @@ def _compare(record: Record, machine: Machine, out: Path, progress: Progress) ->
         for medium, those in calibrating.items()
     }
     lost = predict_churn() if any(isinstance(cell, ChurnCell) for cell in cells) else {}
+    apart = predict_computed([cell for cell in cells if isinstance(cell, ComputedCell)], networks, out)
     rows = []
     for cell in cells:
         if isinstance(cell, ChurnCell):
             expected = lost.get(cell)
+        elif isinstance(cell, ComputedCell):
+            expected = apart[cell]
         else:
             network = networks[cell.medium]
             expected = banded(cell, predicted(cell, network, machine), network, spreads[cell.medium], machine)

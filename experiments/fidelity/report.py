@@ -14,6 +14,7 @@ from rich.table import Table
 
 from experiments.fidelity.cells import SHARED_KIND, AnyCell
 from experiments.fidelity.churn import ChurnCell
+from experiments.fidelity.computed import ComputedCell
 from experiments.fidelity.worlds import Timing
 from experiments.figures.style import LOOKS, figure, labelled, save_data, time_label
 
@@ -26,6 +27,8 @@ TARGETS: dict[str, tuple[float | None, float | None]] = {
     "4 to 64 KB": (0.08, 0.20),
     SHARED_KIND: (0.08, 0.20),
     "training step, compute slept": (0.04, 0.10),
+    "training step, real compute": (0.08, 0.20),
+    "unmodified script, probed": (0.08, 0.20),
     "a member is lost: noticed": (0.15, None),
     "a member is lost: next step": (0.15, None),
 }
@@ -70,7 +73,7 @@ class Class(msgspec.Struct, frozen=True):
     target_p90: float | None
 
 
-def row(cell: AnyCell | ChurnCell, measured: Timing, predicted: Timing) -> Row:
+def row(cell: AnyCell | ChurnCell | ComputedCell, measured: Timing, predicted: Timing) -> Row:
     spread = (measured.p90_s - measured.p10_s) / 2 / measured.median_s
     return Row(
         cell.name, cell.kind, cell.calibrates, measured.median_s, predicted.median_s,

@@ -46,7 +46,7 @@ def probe(out: Path, device: str, minutes: float, report: Path | None, *, as_jso
     """Measure this machine and put it into the twin, part by part."""
     _check_minutes(minutes)
     check_torch_device(device)
-    _check_report(report)
+    check_report(report)
     device = best_torch_device() if device == "auto" else device
     twin, name = TwinFile(out), host_name()
     interfaces = [each for each in list_interfaces() if leads_out(each)]
@@ -60,9 +60,9 @@ def probe(out: Path, device: str, minutes: float, report: Path | None, *, as_jso
                 screen.note(f"what was measured so far is in {out}")
             raise
     assert machine is not None
-    _write_report(report, twin)
+    write_report(report, twin)
     if as_json:
-        data = msgspec.json.encode(machine, enc_hook=_plain_number)
+        data = msgspec.json.encode(machine, enc_hook=plain_number)
         sys.stdout.write(msgspec.json.format(data).decode() + "\n")
     else:
         _show(machine)
@@ -85,7 +85,7 @@ def probe_cluster(
     out: Path, home: Path, cluster: str, peers: Sequence[str], report: Path | None, *, as_json: bool
 ) -> None:
     """Have the members of a running cluster measure the links between them, and put these into the twin."""
-    _check_report(report)
+    check_report(report)
     twin = TwinFile(out)
     members = by_seniority(find_members(home, cluster, peers, _LOOK))
     replies = [*members.values()]
@@ -108,7 +108,7 @@ def probe_cluster(
     with screen.ProgressLine("probe", 1) as progress:
         found = asyncio.run(survey_cluster(home, cluster, replies, progress.phase, put))
     fit = put(found)
-    _write_report(report, twin)
+    write_report(report, twin)
     measured_s = statistics.median(found.held_out_s)
     expected_s = predicted_s(twin.scenario, names, found.held_out_bytes)
     if as_json:
@@ -222,12 +222,12 @@ def _mbps(rate_Bps: float) -> str:
     return f"{8 * rate_Bps / 1e6:.4g}"
 
 
-def _check_report(report: Path | None) -> None:
+def check_report(report: Path | None) -> None:
     if report is not None and (report.is_dir() or not report.parent.is_dir()):
         raise ConfigError(f"--report {report}: give a file in a folder that there is")
 
 
-def _write_report(report: Path | None, twin: TwinFile) -> None:
+def write_report(report: Path | None, twin: TwinFile) -> None:
     if report is not None:
         try:
             write_whole(report, page(twin.scenario).encode())
@@ -270,6 +270,6 @@ def _curve(points: tuple[tuple[float, float], ...], unit: str) -> tuple[str, ...
     return str(len(points)), screen.duration(points[0][1]), rate
 
 
-def _plain_number(value: object) -> int | float:
+def plain_number(value: object) -> int | float:
     """Return a quantity as a number in its base unit."""
     return int(value) if isinstance(value, int) else float(str(value))

@@ -40,7 +40,7 @@ from hcsim.compressors.encoding import (
     plugin_codec,
 )
 from hcsim.errors import UsageError
-from hcsim.runtime.host import Work
+from hcsim.runtime.host import CodecCall, Work
 
 
 class CodecCost(NamedTuple):
@@ -151,10 +151,17 @@ class BaseCompressor(ABC):
         return self
 
     def encode_work(self, shape: TensorShape) -> Work:
-        return Work(moved_bytes=self._factors().encode * FLOAT_BYTES * prod(shape))
+        return self._work(shape, self._factors().encode, decodes=False)
 
     def decode_work(self, shape: TensorShape) -> Work:
-        return Work(moved_bytes=self._factors().decode * FLOAT_BYTES * prod(shape))
+        return self._work(shape, self._factors().decode, decodes=True)
+
+    def _work(self, shape: TensorShape, factor: float, *, decodes: bool) -> Work:
+        size_bytes = FLOAT_BYTES * prod(shape)
+        if not factor:
+            return Work()
+        call = CodecCall(self.spec, decodes, size_bytes, factor * size_bytes)
+        return Work(moved_bytes=factor * size_bytes, codecs=(call,))
 
     def _factors(self) -> CodecCost:
         return WORK[self.codec.name.lower()]

@@ -16,6 +16,7 @@ from typing import cast
 
 import numpy as np
 import numpy.typing as npt
+from msgspec.structs import replace
 
 from hcsim.compressors.base import (
     Array,
@@ -31,7 +32,7 @@ from hcsim.compressors.base import (
 from hcsim.compressors.codec import COMPENSATE, CompressorMemory
 from hcsim.compressors.encoding import FLOAT_BYTES, as_array
 from hcsim.errors import UsageError
-from hcsim.runtime.host import Work
+from hcsim.runtime.host import Work, joined_work
 
 SUFFIX = "+ef"
 OWED = "own/residual/"
@@ -119,11 +120,8 @@ class ErrorFeedback:
     def encode_work(self, shape: TensorShape) -> Work:
         """Return the cost of compensating, encoding, and subtracting what was sent."""
         size_bytes = FLOAT_BYTES * int(np.prod(shape))
-        parts = self._inner.encode_work(shape), self._inner.decode_work(shape)
-        return Work(
-            sum(part.flops for part in parts),
-            COMPENSATE * size_bytes + sum(part.moved_bytes for part in parts),
-        )
+        work = joined_work([self._inner.encode_work(shape), self._inner.decode_work(shape)])
+        return replace(work, moved_bytes=COMPENSATE * size_bytes + work.moved_bytes)
 
     def decode_work(self, shape: TensorShape) -> Work:
         return self._inner.decode_work(shape)

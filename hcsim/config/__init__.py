@@ -64,6 +64,7 @@ from hcsim.config.machine import (
     KernelKind,
     Machine,
     MessageCosts,
+    ScriptKernels,
 )
 from hcsim.config.scenario import Attachment, Job, Node, Processor, Scenario, Tcp, idealised
 from hcsim.config.training import Training
@@ -118,6 +119,7 @@ __all__ = [
     "Restart",
     "RouterReboot",
     "Scenario",
+    "ScriptKernels",
     "SlowDisk",
     "StaleRecord",
     "StaleStep",

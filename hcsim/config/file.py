@@ -47,6 +47,10 @@ _COMMENTS = {
         "the 90th percentile, relative to the figure.",
     ),
     "machine.kernel": ("The time of one kernel: [FLOPs or, for kinds without arithmetic, bytes moved; seconds].",),
+    "machine.script": (
+        "A script that was timed in its own steps; of each operation with its shapes, the time of one.",
+    ),
+    "machine.task": ("A task whose parts were timed in its own steps: [samples, seconds].",),
     "machine.codec": ("The time to encode and to decode a tensor: [bytes before compression, seconds].",),
     "machine.messages": ("What a message costs the processor, and how many bytes of them one core passes on.",),
 }

@@ -12,6 +12,7 @@ from itertools import pairwise
 from typing import Annotated, Literal, TypeAlias, get_args
 
 from msgspec import Meta, field
+from msgspec.structs import replace
 
 from hcsim.config.table import Table
 from hcsim.errors import UsageError
@@ -143,6 +144,17 @@ class MessageCosts(Table, frozen=True):
     basis: Basis = Basis("estimated")
 
 
+class ScriptKernels(Table, frozen=True):
+    """What the kernels of one script take in its own steps, with what the script does before each of them; or what the
+    parts of one task's step take."""
+
+    name: str
+    """Of the script's file, or of the task."""
+    basis: Basis = Basis("measured")
+    kernels: tuple[KernelCurve, ...] = field(name="kernel", default=())
+    """By signature."""
+
+
 class Machine(Table, frozen=True):
     """The compute hardware of a node. An efficiency is the share of the data-sheet figure that is reached."""
 
@@ -172,8 +184,22 @@ class Machine(Table, frozen=True):
     step_s: Seconds = Seconds(0)
     """What a training step costs beside its kernels, messages and codecs."""
     step_basis: Basis = Basis()
+    hand_over_s: Seconds = Seconds(0)
+    """What it costs a training to hand each piece of work to the device, and to hear that it is done."""
     shares_processor: bool = False
     """Whether messages and kernels are handled by the same processor, so that each delays the other."""
+    scripts: tuple[ScriptKernels, ...] = field(name="script", default=())
+
+    """In runs of a script of that name."""
+    tasks: tuple[ScriptKernels, ...] = field(name="task", default=())
+    """The parts of a task's step, against the number of samples."""
+
+    def running(self, script: str) -> Machine:
+        """Return the machine as a script of this name finds it, which calls torch itself: with the kernels that were
+        timed in its own steps. These contain what a step costs beside kernels."""
+        machine = replace(self, hand_over_s=Seconds(0)) if self.hand_over_s else self
+        own = next((each for each in self.scripts if each.name == script), None)
+        return machine if own is None else replace(machine, kernels=(*self.kernels, *own.kernels), step_s=Seconds(0))
 
 
 # Peaks are fp32 of the largest GPU of each chip: cores × 256 × GHz. Where a source gives a range, its middle.

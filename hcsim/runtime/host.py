@@ -157,6 +157,25 @@ class KernelGroup(msgspec.Struct, frozen=True):
     """The operation with its shapes, for a machine on which it was measured by itself."""
 
 
+class CodecCall(msgspec.Struct, frozen=True):
+    """Tensors that a compressor encodes or decodes."""
+
+    compressor: str
+    decodes: bool
+    size_bytes: float
+    """Of each tensor, uncompressed."""
+    moved_bytes: float
+    """By an estimate of what all of them cost; part of the work's."""
+    count: float = 1.0
+
+
+class TaskPart(msgspec.Struct, frozen=True):
+    """A part of a task's step, for a machine on which it was measured by itself."""
+
+    signature: str
+    samples: float
+
+
 class Work(msgspec.Struct, frozen=True):
     """The amount of work, for a machine whose time is modelled."""
 
@@ -172,6 +191,24 @@ class Work(msgspec.Struct, frozen=True):
     measured kernels are nearer than that."""
     steps: int = 0
     """Training steps that end with this work; each costs what the machine's steps cost beside their kernels."""
+    codecs: tuple[CodecCall, ...] = ()
+    """The part of the work that compressors do, for a machine on which they were measured."""
+    part: TaskPart | None = None
+    """All of the work, for a machine on which it was measured by itself; with what a step costs beside it."""
+
+
+def joined_work(works: Iterable[Work], times: float = 1.0) -> Work:
+    """Return the arithmetic, the traffic and the compressors of all of them as one kernel, so many times."""
+    each = list(works)
+    codecs: dict[tuple[str, bool, float], tuple[float, float]] = {}
+    for call in (call for work in each for call in work.codecs):
+        key = call.compressor, call.decodes, call.size_bytes
+        moved_bytes, count = codecs.get(key, (0.0, 0.0))
+        codecs[key] = moved_bytes + times * call.moved_bytes, count + times * call.count
+    calls = (CodecCall(*key, moved, count) for key, (moved, count) in codecs.items())
+    return Work(
+        times * sum(work.flops for work in each), times * sum(work.moved_bytes for work in each), codecs=tuple(calls)
+    )
 
 
 class Chip(msgspec.Struct, frozen=True):

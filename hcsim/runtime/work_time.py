@@ -8,8 +8,9 @@ model for multicore architectures", CACM 52:4, 2009): a kernel is bound either b
 η_c and η_b are the fractions of the data-sheet figures that are reached: by a whole training step, or, where the work
 is known by kinds of kernels, by those of each kind. A fanless machine runs at its sustained rate from the start,
 because training lasts much longer than its heat reserve. `overhead` is charged for each kernel launch. Where a
-machine's kernels were measured, work is the sum of their times instead. A device that computes while its host launches
-the next kernels takes as long as the longer of the two paths: the sum of its kernels, or the sum of the launches.
+machine's kernels were measured, work is the sum of their times instead, and so it is with compressors. A device that
+computes while its host launches the next kernels takes as long as the longer of the two paths: the sum of its kernels,
+or the sum of the launches.
 """
 
 from __future__ import annotations
@@ -18,10 +19,12 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from math import log
 
+from msgspec.structs import replace
+
 from hcsim.config import KernelCurve, Machine
 from hcsim.config.machine import BROADER, BY_FLOPS, interpolated_s
 from hcsim.errors import UsageError
-from hcsim.runtime.host import KernelGroup, Work
+from hcsim.runtime.host import CodecCall, KernelGroup, TaskPart, Work
 
 
 def seconds(machine: Machine, work: Work, throttle: float = 1.0, times: KernelTimes | None = None) -> float:
@@ -30,13 +33,21 @@ def seconds(machine: Machine, work: Work, throttle: float = 1.0, times: KernelTi
     if not 0 < throttle <= 1:
         raise UsageError(f"a throttle of {throttle} is not in (0, 1]")
     steady = machine.sustained if machine.fanless else 1.0
-    steps_s = work.steps * machine.step_s
+    if work.part is not None and machine.tasks:
+        own_s = (times or KernelTimes(machine)).part_s(work.part)
+        if own_s is not None:
+            return own_s / (throttle * steady)
+    steps_s = work.steps * machine.step_s + machine.hand_over_s
     if work.groups and (machine.kernels or (machine.efficiencies and not work.estimated)):
         times = times or KernelTimes(machine)
         kernels_s = times.total_s(work.groups) / (throttle * steady)
         if times.asynchronous:
             return max(kernels_s, times.launches_s(work.groups) + steps_s)
         return kernels_s + steps_s
+    if work.codecs and machine.codecs:
+        codec_s, moved_bytes = (times or KernelTimes(machine)).codecs_s(work.codecs)
+        work = replace(work, moved_bytes=max(0.0, work.moved_bytes - moved_bytes), codecs=())
+        return codec_s / (throttle * steady) + seconds(machine, work, throttle, times)
     compute_s = work.flops / (machine.efficiency_compute * machine.peak_flops)
     memory_s = work.moved_bytes / (machine.efficiency_memory * machine.memory_Bps)
     return max(compute_s, memory_s) / (throttle * steady) + work.kernels * machine.overhead_s + steps_s
@@ -48,6 +59,8 @@ class KernelTimes:
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
         self._signed = {curve.signature: curve for curve in machine.kernels if curve.signature}
+        self._parts = {curve.signature: curve for known in machine.tasks for curve in known.kernels}
+        self._codecs = {codec.compressor: codec for codec in machine.codecs}
         self._curves: dict[tuple[str, str], list[KernelCurve]] = {}
         for curve in sorted(machine.kernels, key=lambda curve: curve.intensity):
             if not curve.signature:
@@ -69,6 +82,22 @@ class KernelTimes:
             if found:
                 return found
         return []
+
+    def part_s(self, part: TaskPart) -> float | None:
+        """Return the time of a part of a task's step; None where it was not measured."""
+        curve = self._parts.get(part.signature)
+        return None if curve is None else interpolated_s(curve.points, part.samples)
+
+    def codecs_s(self, calls: Iterable[CodecCall]) -> tuple[float, float]:
+        """Return the time of those compressors that were measured, and the bytes that the estimate says they move."""
+        lasts_s = moved_bytes = 0.0
+        for call in calls:
+            curve = self._codecs.get(call.compressor)
+            if curve is not None:
+                points = curve.decode if call.decodes else curve.encode
+                lasts_s += call.count * interpolated_s(points, call.size_bytes)
+                moved_bytes += call.moved_bytes
+        return lasts_s, moved_bytes
 
     def total_s(self, groups: Iterable[KernelGroup]) -> float:
         return sum(group.count * self.one_s(group) for group in groups)

@@ -11,8 +11,9 @@ from functools import partial
 from pathlib import Path
 
 import msgspec
+from msgspec.structs import replace
 
-from hcsim.config import Scenario, load_scenario
+from hcsim.config import Node, Scenario, load_scenario
 from hcsim.errors import ConfigError
 from hcsim.rng import stream
 from hcsim.runtime.address import split_address
@@ -26,6 +27,7 @@ from hcsim.scripts.store import StoreClient, StoreService
 from hcsim.telemetry.metrics import HistogramSeries, HostMetrics
 from hcsim.telemetry.trace import Sink
 from hcsim.transport.groups import Wire
+from hcsim.virtual.hardware import machine_of
 from hcsim.virtual.host import VirtualHost
 from hcsim.virtual.rate_allocator import Resource
 from hcsim.virtual.world import World
@@ -191,10 +193,18 @@ def simulate_script(
     if not loaded.nodes:
         raise ConfigError(f"{loaded.name} has no [[node]]: there is nobody to run {script.name}")
     path, given = script.resolve(), tuple(arguments)
+    loaded = replace(loaded, nodes=tuple(_running(node, script.name) for node in loaded.nodes))
     with ExitStack() as stack:
         world = _ScriptWorld(loaded, sink, processes or stack.enter_context(RankProcesses()), wire or Wire())
         stack.callback(world.end_processes)
         return world.came_to(world.run_on_all(lambda host: world.attend(host, path, given, say)))
+
+
+def _running(node: Node, script: str) -> Node:
+    """Return the node with the kernels of this script, if its machine has them."""
+    machine = machine_of(node)
+    own = machine.running(script)
+    return node if own is machine else replace(node, machine=own)
 
 
 def _fate(code: int) -> str:

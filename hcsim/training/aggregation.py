@@ -46,7 +46,7 @@ from hcsim.compressors.encoding import HEADER_BYTES, has_values, without_values
 from hcsim.compressors.feedback import ErrorFeedback
 from hcsim.errors import CompressionError, NotFinite
 from hcsim.runtime.channel import Phantom
-from hcsim.runtime.host import Host, Work
+from hcsim.runtime.host import Host, Work, joined_work
 from hcsim.training.layout import FLOAT_BYTES, Bucket, Tensor
 from hcsim.training.learner import TimeAccounting
 from hcsim.training.task import Flat
@@ -91,8 +91,7 @@ class Bench:
         return result
 
     async def _run(self, works: Iterable[Work], function: Callable[[], T], times: float) -> T:
-        each = list(works)
-        total = Work(times * sum(w.flops for w in each), times * sum(w.moved_bytes for w in each))
+        total = joined_work(works, times)
         if not total.flops and not total.moved_bytes:
             return function()
         with self._ledger.spent_on("encode"):

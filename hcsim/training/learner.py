@@ -13,7 +13,7 @@ import numpy.typing as npt
 from msgspec.structs import replace
 
 from hcsim.runtime.channel import Phantom
-from hcsim.runtime.host import Host, Work
+from hcsim.runtime.host import Host, TaskPart, Work
 from hcsim.training.optimizer import Optimizer, clip, update_work
 from hcsim.training.task import Flat, Indices, Task, backward_work, forward_work
 
@@ -38,6 +38,11 @@ class TimeAccounting:
             self.seconds[what] += self._clock.elapsed() - start_s
 
 
+def part_of(task: Task, part: str, block: int | None = None) -> str:
+    """Return what a part of a task's step is called, where it was measured by itself."""
+    return f"{task.name} {part}" if block is None else f"{task.name} {part} {block}"
+
+
 class Learner:
     """Computes gradients and applies updates on this rank's device."""
 
@@ -48,7 +53,8 @@ class Learner:
         self.replica = task.replica(seed, host.device.torch_name)
         self.layout = self.replica.layout
         self.stepper = optimizer.open(self.replica.parameters)
-        self._update_work = replace(optimizer.work(self.layout.length), steps=1)
+        update = part_of(task, f"update by {type(optimizer).__name__}")
+        self._update_work = replace(optimizer.work(self.layout.length), steps=1, part=TaskPart(update, 1))
 
     async def gradients(self, batch: Indices, ready: Callable[[int], Awaitable[None]] | None = None) -> float:
         """Compute the gradients of the batch in place, and return the mean loss. `ready` is called with each block
@@ -60,10 +66,13 @@ class Learner:
             gradients.fill(0.0)
         loss = float("nan")
         if len(batch):
-            loss = await self.run(forward_work(self.task, len(batch)), partial(self.replica.forward, batch))
+            part = TaskPart(part_of(self.task, "forward"), len(batch))
+            work = replace(forward_work(self.task, len(batch)), part=part)
+            loss = await self.run(work, partial(self.replica.forward, batch))
         for block in reversed(range(len(self.task.blocks))):
             if len(batch):
-                work = backward_work(self.task.blocks[block], len(batch))
+                part = TaskPart(part_of(self.task, "backward", block), len(batch))
+                work = replace(backward_work(self.task.blocks[block], len(batch)), part=part)
                 await self.run(work, partial(self.replica.backward, block), self._gradients_of(block))
             if ready is not None:
                 await ready(block)

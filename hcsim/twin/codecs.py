@@ -18,8 +18,8 @@ from hcsim.config.machine import Basis, CodecCurve
 from hcsim.twin.timing import Timing, timed
 
 KIB = 1024
-SIZES = tuple(16 * KIB * 4**power for power in range(7))
-"""16 KiB to 64 MiB."""
+SIZES = (256, 2 * KIB, *(16 * KIB * 4**power for power in range(7)))
+"""256 bytes to 64 MiB."""
 POINT_S = 0.03
 """For encoding, and for decoding, at each size."""
 LONGEST_S = 0.4

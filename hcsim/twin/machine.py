@@ -7,6 +7,7 @@ what no curve covers.
 
 from __future__ import annotations
 
+import asyncio
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -16,14 +17,19 @@ from msgspec.structs import replace
 
 from hcsim.config.machine import Basis, KernelCurve, Machine
 from hcsim.real.hardware import RealDevice, installed_versions, system_name, this_chip
+from hcsim.runtime.host import Work
 from hcsim.twin.codecs import measure_codec, usual_specs
 from hcsim.twin.messages import measure_messages
-from hcsim.twin.timing import rounded
+from hcsim.twin.timing import rounded, summary, timed
 from hcsim.units import ByteRate, Bytes, FlopRate, PositiveShare, Seconds
 
 KEPT = 0.95
 """A machine that keeps this share of its speed is not slowed down by heat: repeats differ by as much."""
 _HEATED_SIZE = 1024
+_HAND_OVER_BATCHES, _HAND_OVERS = 15, 100
+_ROUGH_S = 0.2
+_SUMMED, _SUM_BYTES = 1 << 22, 12
+"""Elements of a large sum, and the bytes that it moves for each."""
 SHORTEST_HEAT_S = 60.0
 _FIRST_S, _LAST_SHARE = 10.0, 0.2
 """The speed at the beginning is that of the first seconds; the sustained one, that of the last part of the time."""
@@ -60,6 +66,8 @@ def measure_machine(name: str, device: str, before: Machine | None, heat_s: floa
         machine = replace(machine, step_s=Seconds(rounded(kernels.rest.step_s)), step_basis=basis(0.0))
         yield machine
     assert machine is not None
+    tell("a device's thread")
+    machine = replace(machine, hand_over_s=Seconds(hand_over_s(device)))
     tell("messages, plain and over TLS")
     machine = replace(machine, messages=measure_messages(basis))
     yield machine
@@ -73,6 +81,54 @@ def measure_machine(name: str, device: str, before: Machine | None, heat_s: floa
         share = sustained_share(device, heat_s, tell)
         machine = replace(machine, fanless=share < KEPT, sustained=PositiveShare(rounded(min(1.0, share), 2)))
         yield machine
+
+
+def hand_over_s(device: str) -> float:
+    """Return what it takes to have a device's thread do nothing."""
+
+    async def batches() -> list[float]:
+        here = RealDevice(device)
+        lasted_s = []
+        try:
+            for _ in range(_HAND_OVER_BATCHES):
+                began_s = time.perf_counter()
+                for _ in range(_HAND_OVERS):
+                    await here.run(Work(), lambda: None)
+                lasted_s.append((time.perf_counter() - began_s) / _HAND_OVERS)
+        finally:
+            here.close()
+        return lasted_s
+
+    return summary(asyncio.run(batches())).seconds
+
+
+def rough_machine(name: str, device: str) -> Machine:
+    """Return a machine of which only the rates of a large product and of a large sum are known, in a second."""
+    here = RealDevice(device)
+    try:
+        product = timed(here.exercise("matmul", _HEATED_SIZE), _ROUGH_S)
+        total = timed(here.exercise("axpy", _SUMMED), _ROUGH_S)
+        smallest = timed(here.exercise("axpy", 1), _ROUGH_S)
+    finally:
+        here.close()
+    found = measured_now(device)(max(product.spread, total.spread))
+    return Machine(
+        name,
+        FlopRate(rounded(2 * _HEATED_SIZE**3 / product.seconds)),
+        ByteRate(rounded(_SUM_BYTES * _SUMMED / total.seconds)),
+        efficiency_compute=PositiveShare(1),
+        efficiency_memory=PositiveShare(1),
+        overhead_s=Seconds(smallest.seconds),
+        basis=replace(found, source=f"{found.source}, {this_chip().name}, {system_name()}"),
+        ram_bytes=_memory_bytes(),
+        shares_processor=device == "cpu",
+    )
+
+
+def _memory_bytes() -> Bytes | None:
+    """Return the machine's memory in whole megabytes."""
+    memory_bytes = this_chip().memory_bytes
+    return None if memory_bytes is None else Bytes(memory_bytes >> 20 << 20)
 
 
 def with_kernels(
@@ -94,7 +150,7 @@ def with_kernels(
         efficiency_memory=PositiveShare(1),
         overhead_s=Seconds(rounded(launch_s)),
         basis=replace(found, source=f"{found.source}, {chip.name}, {system_name()}"),
-        ram_bytes=None if chip.memory_bytes is None else Bytes(chip.memory_bytes >> 20 << 20),
+        ram_bytes=_memory_bytes(),
         kernels=kernels,
         shares_processor=device == "cpu",
     )

@@ -14,7 +14,7 @@ import torch
 from msgspec.structs import replace
 from torch import nn
 
-from hcsim.config import Crash, KernelCurve, Pause, Restart, Scenario, parse_scenario
+from hcsim.config import Crash, KernelCurve, Pause, Restart, Scenario, ScriptKernels, parse_scenario
 from hcsim.runtime.host import Work
 from hcsim.runtime.work_time import seconds
 from hcsim.scripts.fork_server import START_METHOD
@@ -210,6 +210,30 @@ def test_where_kernels_were_measured_work_is_charged_by_their_curves_and_a_step_
     assert product_s == pytest.approx(1e-3 + 0.999 * (2 * 512**3 - 1e6) / 999e6 + reading_s)
     assert sums_s == pytest.approx(10 * 3 * size_bytes * 1e-6 + reading_s)
     assert step_s == pytest.approx(3 * size_bytes * 1e-6 + 0.25, rel=0.01)
+
+
+def test_a_script_whose_own_kernels_were_timed_takes_their_times_and_other_kernels_those_of_their_kind(
+    run_well: Runner,
+) -> None:
+    text = """
+    a = torch.ones(64, 64)
+    began = time.perf_counter()
+    a @ a
+    middle = time.perf_counter()
+    a @ a.t()
+    tell([middle - began, time.perf_counter() - middle])
+    """
+    own = KernelCurve("matmul", ((2.0 * 64**3, 5e-3),), signature="mm.default(64x64 64x64)")
+    general = (KernelCurve("matmul", ((1.0, 2e-3), (1e9, 2e-3))),)
+    scenario = minis(1)
+    machine = replace(machine_of(scenario.nodes[0]), kernels=general, hand_over_s=1.0, step_s=1.0)
+    named = {"script.py": 5e-3, "other.py": 2e-3}
+    for name, product_s in named.items():
+        known = replace(machine, scripts=(ScriptKernels(name, kernels=(own,)),))
+        node = replace(scenario.nodes[0], machine=known)
+        product, transposed = run_well(replace(scenario, nodes=(node,)), text).value(0)
+        assert product == pytest.approx(product_s, abs=1e-5)
+        assert transposed == pytest.approx(2e-3, abs=1e-5)
 
 
 def test_a_crash_ends_the_process_and_the_others_are_told_whose_machine_it_was(run_text: Runner) -> None:

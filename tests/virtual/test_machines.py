@@ -8,13 +8,14 @@ from hcsim.config import (
     KernelEfficiency,
     Machine,
     Node,
+    ScriptKernels,
     load_scenario,
     parse_scenario,
     shipped_scenarios,
     write_scenario,
 )
 from hcsim.errors import ConfigError, UsageError
-from hcsim.runtime.host import KernelGroup, Work
+from hcsim.runtime.host import KernelGroup, TaskPart, Work
 from hcsim.runtime.work_time import seconds
 from hcsim.virtual.hardware import machine_of
 
@@ -184,3 +185,13 @@ links = ["switch"]
         parse_scenario(text.replace('machine = "mini"', 'machine = "mimi"'), "measured.toml")
     with pytest.raises(ConfigError, match=r"machine\[0\].kernel\[0\].*order of increasing sizes"):
         parse_scenario(text.replace("[1e6, 1e-5]", "[1e9, 1e-5]"), "measured.toml")
+
+
+def test_a_task_whose_parts_were_measured_takes_their_times_for_its_batch_and_nothing_beside_them():
+    forward = KernelCurve("matmul", ((8, 1e-3), (16, 2e-3)), signature="digits forward")
+    known = ScriptKernels("digits", kernels=(forward,))
+    machine = Machine("mini", 1e12, 1e11, overhead_s=0, step_s=0.5, hand_over_s=1e-2, tasks=(known,))
+    half, other = (Work(1e9, part=TaskPart(f"digits {name}", 12), steps=1) for name in ("forward", "backward 0"))
+    assert seconds(machine, half) == pytest.approx(1.5e-3)
+    assert seconds(machine, half, throttle=0.5) == pytest.approx(3e-3)
+    assert seconds(machine, other) == pytest.approx(1e9 / 0.36e12 + 0.5 + 1e-2)

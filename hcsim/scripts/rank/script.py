@@ -15,7 +15,7 @@ import socket
 import sys
 import threading
 import traceback
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from functools import wraps
 from pathlib import Path
 from typing import Any, NoReturn
@@ -56,7 +56,7 @@ def run_script(spec: RankSpec, connection: int, arena: int) -> NoReturn:
     sys.argv = [spec.script, *spec.arguments]
     sys.path[0] = str(Path(spec.script).parent)
     clock.install()
-    code, error = _run(spec.script, counter)
+    code, error = run_as_main(spec.script, counter)
     with suppress(BaseException):
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
@@ -101,10 +101,10 @@ def _seed(seed: int) -> None:
     random.seed(seed)
 
 
-def _run(script: str, counter: WorkCounter) -> tuple[int, str]:
-    """Return the exit status, and the error that ended the script."""
+def run_as_main(script: str, observed: AbstractContextManager[object]) -> tuple[int, str]:
+    """Run the script; return its exit status, and the error that ended it."""
     try:
-        with counter:
+        with observed:
             runpy.run_path(script, run_name="__main__")
     except SystemExit as end:
         return _status(end.code)

@@ -18,7 +18,7 @@ from hcsim.compressors.feedback import ErrorFeedback
 from hcsim.compressors.registry import make
 from hcsim.errors import CompressionError
 from hcsim.runtime.channel import Phantom
-from hcsim.runtime.host import Work
+from hcsim.runtime.host import joined_work
 from hcsim.training.layout import FLOAT_BYTES, Layout
 from hcsim.training.learner import Learner
 from hcsim.training.optimizer import update_work
@@ -50,8 +50,8 @@ class GradientCodec:
         codecs = compressor, self._dense
         self.most_bytes = max(sum(codec.most_bytes(tensor.shape) for tensor in self.tensors) for codec in codecs)
         """The upper bound for the size of a valid push."""
-        self.encode_work = _sum(compressor.encode_work(tensor.shape) for tensor in self.tensors)
-        self.decode_work = _sum(compressor.decode_work(tensor.shape) for tensor in self.tensors)
+        self.encode_work = joined_work(compressor.encode_work(tensor.shape) for tensor in self.tensors)
+        self.decode_work = joined_work(compressor.decode_work(tensor.shape) for tensor in self.tensors)
 
     def pack(self, gradients: Flat, samples: int, version: int) -> tuple[tuple[int, ...], ByteArray | Phantom]:
         """Return the sizes of the payloads of mean gradients over `samples` samples, and all payloads in one piece.
@@ -142,8 +142,3 @@ def mean_of_sums(sums: Iterable[tuple[Any, int]], out: Array) -> None:
     for array, _ in terms:
         array *= each  # before they are added up: what is finite stays finite
         out += array
-
-
-def _sum(works: Iterable[Work]) -> Work:
-    each = list(works)
-    return Work(sum(work.flops for work in each), sum(work.moved_bytes for work in each))

@@ -22,11 +22,12 @@ import msgspec
 import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
+from hcsim.config import KernelKind
 from hcsim.scripts.environment import environment
 from hcsim.scripts.rank.script import run_as_main
-from hcsim.torch_kernels import Operation
-from hcsim.twin.kernels import Stopwatch, waiting
+from hcsim.torch_kernels import Kernel, Operation
 from hcsim.twin.script import ScriptJob, ScriptTimes, TimedKernel, Turn
+from hcsim.twin.stopwatch import HostClock, Stopwatch, waiting
 
 WARM_UP_STEPS = 3
 MOST_WARM_UP_STEPS = 12
@@ -40,7 +41,7 @@ class GapStopwatch(Stopwatch):  # type: ignore[no-untyped-call]
     """Times every kernel, and what the program does before it."""
 
     def __init__(self, device: str) -> None:
-        super().__init__(device)
+        super().__init__(HostClock(waiting(device)))
         self.gaps_s: list[float] = []
         self._left_s = time.perf_counter()
 
@@ -56,9 +57,13 @@ class GapStopwatch(Stopwatch):  # type: ignore[no-untyped-call]
         if self.gaps_s:
             self.gaps_s[0] += time.perf_counter() - self._left_s
         return [
-            TimedKernel(signature, kernel.kind, kernel.flops, kernel.moved_bytes, kernel.dtype, lasted_s, gap_s)
-            for (_, signature, kernel, lasted_s), gap_s in zip(self.taken, self.gaps_s, strict=True)
+            TimedKernel(each.signature, *_figures(each.kernel), each.seconds[0], gap_s)
+            for each, gap_s in zip(self.samples(), self.gaps_s, strict=True)
         ]
+
+
+def _figures(kernel: Kernel) -> tuple[KernelKind, float, float, str]:
+    return kernel.kind, kernel.flops, kernel.moved_bytes, kernel.dtype
 
 
 class StepObserver:

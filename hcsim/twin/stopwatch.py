@@ -65,7 +65,7 @@ class Steps(msgspec.Struct):
         self.streamed.extend(later.streamed)
 
 
-class _Clock(Protocol):
+class Clock(Protocol):
     """Times calls one after the other."""
 
     def time(self, call: Callable[[], T]) -> T: ...
@@ -75,7 +75,7 @@ class _Clock(Protocol):
         ...
 
 
-class _HostClock:
+class HostClock:
     """Times calls until they return, or, with `wait`, until the device is done, less what a call of nothing takes."""
 
     def __init__(self, wait: Callable[[], object] | None = None, empty_s: float = 0.0) -> None:
@@ -161,7 +161,7 @@ def _event_clock() -> _EventClock:
 _EMPTY_CALLS = 50
 
 
-def _device_clock(device: str) -> _Clock:
+def _device_clock(device: str) -> Clock:
     """Return what times calls on the device."""
     if device == "cuda":
         return _event_clock()
@@ -170,16 +170,16 @@ def _device_clock(device: str) -> _Clock:
     if device in ASYNCHRONOUS:
         number = torch.zeros(1, device=device)
         wait, nothing = waiting(device), lambda: number.add_(1)
-    clock = _HostClock(wait)
+    clock = HostClock(wait)
     for _ in range(_EMPTY_CALLS):
         clock.time(nothing)
-    return _HostClock(wait, statistics.median(clock.take()))
+    return HostClock(wait, statistics.median(clock.take()))
 
 
-class _Stopwatch(KernelMode):  # type: ignore[no-untyped-call]
+class Stopwatch(KernelMode):  # type: ignore[no-untyped-call]
     """Times every kernel of a step by a clock."""
 
-    def __init__(self, clock: _Clock) -> None:
+    def __init__(self, clock: Clock) -> None:
         super().__init__()
         self._clock = clock
         self._seen: list[tuple[str, str, Kernel]] = []
@@ -226,7 +226,7 @@ def time_kernels(
             sample.seconds.extend(again.seconds)
         if device in ASYNCHRONOUS:
             wait()
-            for sample, again in alike(samples, _watched(step, _HostClock())):
+            for sample, again in alike(samples, _watched(step, HostClock())):
                 sample.launches.extend(again.seconds)
             wait()
         if time.perf_counter() - began_s > limit_s:
@@ -234,8 +234,8 @@ def time_kernels(
     return samples
 
 
-def _watched(step: Callable[[], object], clock: _Clock) -> list[Sample]:
-    with _Stopwatch(clock) as stopwatch:
+def _watched(step: Callable[[], object], clock: Clock) -> list[Sample]:
+    with Stopwatch(clock) as stopwatch:
         step()
     return stopwatch.samples()  # type: ignore[no-any-return]
 

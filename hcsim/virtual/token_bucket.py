@@ -14,13 +14,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import ceil
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
-from hcsim.virtual.environment import NS
-
-if TYPE_CHECKING:
-    from hcsim.virtual.network import FluidNetwork
-    from hcsim.virtual.rate_allocator import Resource
+from hcsim.virtual.environment import NS, Environment
+from hcsim.virtual.rate_allocator import Resource
 
 _EMPTY_BYTES = 64.0
 """A bucket with less is empty: rounding never makes so much."""
@@ -40,10 +37,20 @@ class Burst(NamedTuple):
     buckets: tuple[Bucket, ...]
 
 
+class SharedNetwork(Protocol):
+    """What buckets ask of the network."""
+
+    env: Environment
+
+    def capacity(self, resource: Resource, capacity: float) -> None: ...
+
+    def settle_soon(self) -> None: ...
+
+
 class TokenBuckets:
     """The buckets of one resource."""
 
-    def __init__(self, net: FluidNetwork, resource: Resource, burst: Burst) -> None:
+    def __init__(self, net: SharedNetwork, resource: Resource, burst: Burst) -> None:
         self._net = net
         self._resource = resource
         self._burst = burst

@@ -12,6 +12,7 @@ present model, on any machine.
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -31,12 +32,12 @@ from experiments.fidelity.cells import AnyCell, collectives, shared_trainings, t
 from experiments.fidelity.churn import ChurnCell, churn, measure_churn, predict_churn
 from experiments.fidelity.computed import ComputedCell, measure_computed, predict_computed
 from experiments.fidelity.computing import computing
-from experiments.fidelity.homes import MEDIA
+from experiments.fidelity.homes import MEDIA, PROCESSOR
 from experiments.fidelity.record import Record
 from experiments.fidelity.report import Class, Row, classes, row, save, table
 from experiments.fidelity.script_cells import script_cells
 from experiments.fidelity.worlds import Timing, measure, predicted
-from hcsim.config import Machine, Scenario, load_scenario
+from hcsim.config import Processor, Scenario, load_scenario
 from hcsim.config.file import write_scenario
 from hcsim.files import write_whole
 from tests.real.namespaces import obstacle
@@ -78,7 +79,7 @@ def main(
         if not predict:
             _measure([cell for cell in cells if again or cell.name not in record.timings], record, out, progress)
             _keep_machine(out / MACHINE)
-        rows, found = _compare(record, _machine(out / MACHINE), out, progress)
+        rows, found = _compare(record, _computer(out / MACHINE), out, progress)
     rows_for_json = [msgspec.structs.asdict(each) for each in rows]
     asked.hand_over(json_file, rows_for_json, lambda: Console(width=120).print(table(found, rows)))
 
@@ -99,23 +100,27 @@ def _measure(cells: Sequence[LabCell], record: Record, out: Path, progress: Prog
 
 def _keep_machine(file: Path) -> None:
     if not file.exists():
-        write_whole(file, write_scenario(Scenario("lab", machines=(this_machine(),))).encode())
+        cores = Processor(PROCESSOR, os.cpu_count() or 1)
+        write_whole(file, write_scenario(Scenario("lab", machines=(this_machine(),), processors=(cores,))).encode())
 
 
-def _machine(file: Path) -> Machine:
+def _computer(file: Path) -> Scenario:
     if not file.exists():
         raise typer.BadParameter(f"{file} is not there: nothing was measured yet", param_hint="--out")
-    return load_scenario(file).machines[0]
+    return load_scenario(file)
 
 
-def _compare(record: Record, machine: Machine, out: Path, progress: Progress) -> tuple[list[Row], list[Class]]:
+def _compare(record: Record, computer: Scenario, out: Path, progress: Progress) -> tuple[list[Row], list[Class]]:
+    [machine], [processor] = computer.machines, computer.processors
     cells = [cell for part in PARTS.values() for cell in part() if cell.name in record.timings]
     task = progress.add_task("predicting", total=len(cells))
     calibrating = {
         medium: [each for each in collectives(medium) if each.calibrates and each.name in record.timings]
         for medium in MEDIA
     }
-    networks = {medium: fitted(those, record.timings, machine) for medium, those in calibrating.items()}
+    networks = {
+        medium: fitted(those, record.timings, machine, processor.cores) for medium, those in calibrating.items()
+    }
     spreads = {
         medium: network_spread(those, record.timings, networks[medium], machine)
         for medium, those in calibrating.items()

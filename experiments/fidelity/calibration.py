@@ -44,11 +44,11 @@ def this_machine() -> Machine:
     )  # fmt: skip
 
 
-def fitted(cells: Sequence[Cell], measured: dict[str, Timing], machine: Machine) -> Network:
+def fitted(cells: Sequence[Cell], measured: dict[str, Timing], machine: Machine, cores: int = 2) -> Network:
     """Fit a network to cells in one medium."""
     short = [cell for cell in cells if cell.size_bytes <= 64 * KB]
     long = [cell for cell in cells if cell.size_bytes >= 1 * MB]
-    network = Network()
+    network = Network(cores=cores)
     for _ in range(_ROUNDS):
         ratios = _ratios(long, measured, network, machine)
         network = _with_rate(network, network.rate_factor * statistics.median(ratios or [1.0]))

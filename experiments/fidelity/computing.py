@@ -29,6 +29,7 @@ import hcsim
 from experiments.fidelity.homes import Network, built, modelled
 from experiments.fidelity.program import Trainings, options
 from experiments.fidelity.rank import Job, Ready
+from experiments.fidelity.switch import Station
 from experiments.fidelity.worlds import Timing
 from experiments.peers.crew import CONTROL, Command, Crew, module, working
 from hcsim.config import Machine, Scenario, Training, load_scenario
@@ -38,7 +39,6 @@ from hcsim.training.trainer import train
 from hcsim.twin.ledger import FIRST_STEPS, PHASES, PhaseTimes, phase_times
 from hcsim.twin.prediction import PredictedRun, exchanges_every, predict
 from hcsim.workers import ONE_THREAD
-from tests.real.namespaces import Lan
 
 HOSTS = 2
 TASKS = ("digits", "text")
@@ -111,7 +111,7 @@ def measure_computing(
                 done(cell, *_measured(crew, cell))
 
 
-def _commands(machines: Lan, folder: Path) -> list[Command]:
+def _commands(machines: Sequence[Station], folder: Path) -> list[Command]:
     addresses = tuple(f"{machine.ip}:{DEFAULT_PORT}" for machine in machines)
     job = msgspec.json.encode(Job(str(folder), addresses, "")).decode()
     return [
@@ -147,7 +147,7 @@ def predicted_phases(cell: ComputingCell, network: Network, machine: Machine) ->
 def apart(medium: str, network: Network, machine: Machine) -> Scenario:
     """Return the home whose machines have a core each."""
     home = modelled(medium, HOSTS, network, machine)
-    return replace(home, nodes=tuple(replace(node, processor=None) for node in home.nodes))
+    return replace(home, nodes=tuple(replace(node, processor="") for node in home.nodes))
 
 
 def probed(file: Path, scripts: Sequence[Path] = ()) -> Machine:

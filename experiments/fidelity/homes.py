@@ -29,9 +29,7 @@ WIRE = BitRate(20e9)
 """What passes between two namespaces where no port limits it."""
 _HEADERS = 0.95
 
-CORES = 2
-"""Of the machine that the cells of `results/` were measured on."""
-PROCESSOR = Processor("cores", CORES)
+PROCESSOR = "cores"
 
 
 class Medium(msgspec.Struct, frozen=True):
@@ -95,6 +93,8 @@ class Network(msgspec.Struct, frozen=True):
     """In emulated homes, beyond the latency that they were made with."""
     rate_factor: float = 1.0
     """How much of its nominal rate a port has."""
+    cores: int = 2
+    """Not calibrated: those of the computer that the homes are on, which all hosts share."""
 
 
 @contextmanager
@@ -116,7 +116,7 @@ def modelled(medium: str, hosts: int, network: Network, machine: Machine, *, tls
     """The same home in the simulator. All of its machines share the cores of this one."""
     layout = MEDIA[medium].layout(hosts, network.latency_s, network.rate_factor)
     nodes = tuple(
-        Node(name, machine, place.home, (place.link,), processor=PROCESSOR.name)
+        Node(name, machine, place.home, (place.link,), processor=PROCESSOR)
         for name, place in zip(names(hosts), layout.places, strict=True)
     )
     tcp = Tcp(
@@ -124,7 +124,8 @@ def modelled(medium: str, hosts: int, network: Network, machine: Machine, *, tls
         congestion=CONGESTION, loss_model=CONGESTION if medium in EMULATED else "bbr",
     )  # fmt: skip
     scenario = Scenario(
-        f"{medium}-{hosts}", nodes, processors=(PROCESSOR,), media=layout.media, wan=layout.wan, tcp=tcp
+        f"{medium}-{hosts}", nodes, processors=(Processor(PROCESSOR, network.cores),), media=layout.media,
+        wan=layout.wan, tcp=tcp,
     )  # fmt: skip
     return complete(scenario)
 

@@ -18,6 +18,7 @@ from msgspec.structs import replace
 from experiments.compute.scripts import SCRIPTS, step_s
 from experiments.fidelity.computing import HOSTS, apart, core_of, on_core
 from experiments.fidelity.homes import Network, built
+from experiments.fidelity.switch import Station
 from experiments.fidelity.worlds import Timing
 from hcsim.config import Machine
 from hcsim.errors import HcsimError
@@ -25,7 +26,7 @@ from hcsim.scripts.environment import environment
 from hcsim.scripts.processes import RankProcesses
 from hcsim.scripts.run import simulate_script
 from hcsim.workers import ONE_THREAD
-from tests.real.namespaces import REPOSITORY, Lan
+from tests.real.namespaces import REPOSITORY
 
 _STEPS = 40
 _REPEATS = 2
@@ -75,7 +76,7 @@ def measure_scripts(cells: Sequence[ScriptCell], done: Callable[[ScriptCell, Tim
                         done(cell, timing)
 
 
-def _measured(machines: Lan, script: Path) -> float:
+def _measured(machines: Sequence[Station], script: Path) -> float:
     """Return the time of a step."""
     hosts = list(machines)
     processes: list[subprocess.Popen[str]] = []

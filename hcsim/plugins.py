@@ -24,8 +24,7 @@ from hcsim.registry import load_plugin
 from hcsim.training.optimizer import AdamW, Sgd
 from hcsim.training.recoverable import Periodic, Recoverable, Replicated
 from hcsim.training.strategies import STRATEGIES, FixedRanks, Strategy, one_level, optimizer
-from hcsim.training.task import Task
-from hcsim.training.tasks import TASKS
+from hcsim.training.tasks import TASKS, TaskFactory
 from hcsim.virtual.environment import NS
 from hcsim.virtual.faults.apply import FaultProcess, apply, lasting
 
@@ -69,8 +68,8 @@ def register_strategy(name: str, kind: type[Any]) -> None:
     STRATEGIES.add(name, kind)
 
 
-def register_task(name: str, make: Callable[[], Task]) -> None:
-    """Register a task; `make` is called on its first use."""
+def register_task(name: str, make: TaskFactory) -> None:
+    """Register a task; `make` is called on its first use. A `TaskSpec` has figures that a spec sets."""
     TASKS.add(name, make)
 
 

@@ -17,8 +17,8 @@ from experiments.figures.hidden import METHOD, check_shown
 from experiments.figures.methods import method, with_methods
 from experiments.figures.style import count_label, figure, labelled, rate_label, save_data
 from experiments.study.grid import SINGLE
-from experiments.study.models import NAME, Transformer
 from hcsim.config.training import read_spec
+from hcsim.training.tasks.transformer import Transformer
 from hcsim.units import BitRate, decode_quantity
 
 FILLS: tuple[tuple[str, str], ...] = (
@@ -86,7 +86,7 @@ def _sheet(choices: list[pd.DataFrame], fills: dict[str, tuple[str, str]], place
 
 def _tiles(cells: pd.DataFrame) -> pd.DataFrame:
     """For each point of the grid, the fastest in the mean over the seeds, and how much faster than alone it is."""
-    specs = {task: read_spec(task, {NAME: Transformer}, "task") for task in dict.fromkeys(cells["task"])}
+    specs = {task: read_spec(task, {"transformer": Transformer}, "task") for task in dict.fromkeys(cells["task"])}
     alone = cells[cells["strategy"] == SINGLE].groupby("task")["step_s"].mean()
     rows = []
     together = cells[cells["strategy"] != SINGLE]

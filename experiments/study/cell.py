@@ -19,7 +19,7 @@ from experiments.clusters import ALONE
 from hcsim.registry import loaded_plugins, plugins_sha256
 
 ROOT = Path(__file__).parents[2]
-_MEASURING = ("cell", "failures", "measure", "measure_training", "models")
+_MEASURING = ("cell", "failures", "measure", "measure_training")
 _CODE = (
     "hcsim/**/*.py", "hcsim/**/*.[ch]", "hcsim/scenarios/*.toml", "experiments/clusters.py",
     *(f"experiments/study/{name}.py" for name in _MEASURING),

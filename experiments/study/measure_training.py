@@ -9,7 +9,6 @@ from experiments.clusters import cluster
 from experiments.study.cell import Point, Result, Train
 from experiments.study.failures import MOST, failing
 from experiments.study.measure import TIMEOUT_S, fingerprints
-from experiments.study.models import NAME, transformer
 from hcsim.collectives.select import Options
 from hcsim.compressors.registry import make
 from hcsim.config.training import Training
@@ -40,7 +39,7 @@ def trained(cell: Train) -> Result:
     scenario, failing_until_s = failing(
         place.scenario, cell.failure, cell.failures_per_hour, cell.failure_s, LONGEST_S, cell.seed
     )
-    what = task_named(cell.task)
+    what = task(cell.task)
     own_batch = cell.batch or what.defaults.batch
     global_batch = own_batch * cell.world
     settings = _settings(cell, global_batch if cell.alone else own_batch)
@@ -84,11 +83,6 @@ def trained(cell: Train) -> Result:
         parameters_sha256=reports[0].sha256,
         **fingerprints(scenario, outcome.trace_sha256),
     )
-
-
-def task_named(name: str) -> Task:
-    """One of the package's, or a transformer of any size."""
-    return transformer(name) if name.startswith(NAME) else task(name)
 
 
 def _reports(outcome: Outcome[Report], cell: Train) -> list[Report]:

@@ -83,7 +83,7 @@ def read_spec(text: str, kinds: Mapping[str, type[T]], what: str) -> T:
 
 def _usage(name: str, kind: type[msgspec.Struct]) -> str:
     known = [
-        f.name if f.type is bool else f"{f.name}={'…' if f.default is msgspec.NODEFAULT else f.default}"
+        f.name if f.type is bool else f"{f.name}={'…' if f.default in (msgspec.NODEFAULT, None) else f.default}"
         for f in msgspec.structs.fields(kind)
     ]
     return f'"{name}" knows {", ".join(known)}' if known else f'"{name}" has nothing to set'

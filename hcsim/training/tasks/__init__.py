@@ -1,12 +1,24 @@
-"""The tasks by name. A task's module, and torch with it, is imported when the task is requested."""
+"""The tasks by name. A task's module, and torch with it, is imported when the task is requested.
+
+A spec is a name and, for some, figures of its own: "llama-7b:tokens=512,lora=16".
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
+from typing import TypeAlias, cast
 
+import msgspec
+
+from hcsim.config.training import read_spec
 from hcsim.registry import Registry
-from hcsim.training.task import Task
+from hcsim.training.task import Task, TaskSpec
+from hcsim.training.tasks.transformer import Gpt2, Llama1B, Llama7B, Llama8B, Transformer
+from hcsim.training.tasks.vision import ResNet18, ResNet50, ResNet101, ViTBase, ViTSmall
+
+TaskFactory: TypeAlias = Callable[[], Task] | type[TaskSpec]
+"""A function, or the figures that a spec of the name may have."""
 
 
 def _digits() -> Task:
@@ -37,26 +49,39 @@ def _slopes() -> Task:
     return LinearTask()
 
 
-def _shapes(name: str) -> Task:
-    """Only the shapes of a large model: to simulate, not to train for real."""
-    from hcsim.training.tasks.shapes import SHAPES
-
-    return SHAPES[name]()
-
-
-TASKS: Registry[Callable[[], Task]] = Registry(
+TASKS: Registry[TaskFactory] = Registry(
     "task",
     {
         "digits": _digits,
         "text": _text,
         "convex": _convex,
         "slopes": _slopes,
-        **{name: partial(_shapes, name) for name in ("resnet50", "gpt2", "llama-1b", "llama-7b")},
+        "resnet18": ResNet18,
+        "resnet50": ResNet50,
+        "resnet101": ResNet101,
+        "vit-s16": ViTSmall,
+        "vit-b16": ViTBase,
+        "gpt2": Gpt2,
+        "llama-1b": Llama1B,
+        "llama-7b": Llama7B,
+        "llama-8b": Llama8B,
+        "transformer": Transformer,
     },
 )
+"""Those from resnet18 on are shapes of large models: to simulate, not to train for real."""
+
+
+class _NoFigures(msgspec.Struct, frozen=True):
+    pass
 
 
 @cache
-def task(name: str) -> Task:
-    """Return the task of that name. Ranks of one process share it and its data."""
-    return TASKS.named(name)()
+def task(spec: str) -> Task:
+    """Return the task of that spec. Ranks of one process share it and its data."""
+    name = spec.partition(":")[0]
+    make = TASKS.named(name)
+    if isinstance(make, type) and issubclass(make, TaskSpec):
+        return read_spec(spec, {name: make}, "task").task(spec)
+    if spec != name:
+        read_spec(spec, {name: _NoFigures}, "task")
+    return cast("Callable[[], Task]", make)()

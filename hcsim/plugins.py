@@ -24,6 +24,7 @@ from hcsim.registry import load_plugin
 from hcsim.training.optimizer import AdamW, Sgd
 from hcsim.training.recoverable import Periodic, Recoverable, Replicated
 from hcsim.training.strategies import STRATEGIES, FixedRanks, Strategy, one_level, optimizer
+from hcsim.training.task import TaskSpec
 from hcsim.training.tasks import TASKS, TaskFactory
 from hcsim.virtual.environment import NS
 from hcsim.virtual.faults.apply import FaultProcess, apply, lasting
@@ -43,6 +44,7 @@ __all__ = [
     "Replicated",
     "Sgd",
     "Strategy",
+    "TaskSpec",
     "lasting",
     "load_plugin",
     "one_level",

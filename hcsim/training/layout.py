@@ -18,6 +18,8 @@ import numpy.typing as npt
 from hcsim.rng import generator
 
 FLOAT_BYTES = 4
+OUTER = "lora_b"
+"""How the name of an adapter's outer matrix ends."""
 
 
 class Tensor(msgspec.Struct, frozen=True):
@@ -123,8 +125,9 @@ class Layout(msgspec.Struct, frozen=True):
 
 
 def initial(seed: int, tensor: Tensor, gain: float) -> npt.NDArray[np.float32]:
-    """Return fresh values: weights normal with a variance of gain² / fan-in, a norm's factors one, biases zero."""
-    if len(tensor.shape) >= 2:
+    """Return fresh values: weights normal with a variance of gain² / fan-in, a norm's factors one, biases zero, and
+    the outer matrices of adapters zero, so that these change nothing at first."""
+    if len(tensor.shape) >= 2 and not tensor.name.endswith(OUTER):
         deviation = gain / prod(tensor.shape[1:]) ** 0.5
         drawn = generator(seed, "parameters", tensor.name).standard_normal(tensor.shape, np.float32)
         return drawn * np.float32(deviation)

@@ -18,6 +18,7 @@ from hcsim.training.optimizer import AdamW, Optimizer, Sgd
 from hcsim.training.parameter_server.rounds import ServerPolicy
 from hcsim.training.parameter_server.strategy import check_place
 from hcsim.training.parameter_server.strategy import train as serve_and_work
+from hcsim.training.precision import prepared
 from hcsim.training.recoverable import HierarchicalReplicated, OneComputes, Periodic, Recoverable, Replicated
 from hcsim.training.run import Run
 from hcsim.training.task import Task
@@ -145,7 +146,7 @@ def check_training(settings: Training, ranks: int, homes: int) -> None:
     if settings.algorithm not in names:
         hint = did_you_mean(settings.algorithm, names)
         raise ConfigError(f'algorithm = "{settings.algorithm}": there is none such{hint}; known: {", ".join(names)}')
-    completed(settings, task(settings.task), ranks)
+    completed(settings, prepared(task(settings.task), settings), ranks)
 
 
 def completed(settings: Training, what: Task, ranks: int) -> Training:

@@ -15,6 +15,7 @@ from typing import Literal, Protocol, TypeAlias
 import msgspec
 import numpy as np
 import numpy.typing as npt
+from msgspec.structs import replace
 
 from hcsim.runtime.channel import Phantom
 from hcsim.runtime.host import KernelGroup, Work
@@ -169,6 +170,11 @@ class TaskSpec(msgspec.Struct, frozen=True):
     def task(self, name: str) -> Task:
         """Return the task with these figures; `name` is the whole spec."""
         raise NotImplementedError
+
+
+def recomputed(blocks: Sequence[Block]) -> tuple[Block, ...]:
+    """Return the blocks, all but the last of which are computed again."""
+    return (*(replace(block, recompute=True) for block in blocks[:-1]), blocks[-1])
 
 
 def forward_work(task: Task, samples: int) -> Work:

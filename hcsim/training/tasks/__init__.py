@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import TypeAlias, cast
+from pathlib import Path
+from typing import Annotated, TypeAlias, cast
 
 import msgspec
+from msgspec import Meta
 
 from hcsim.config.training import read_spec
 from hcsim.registry import Registry
@@ -28,11 +30,20 @@ def _digits() -> Task:
     return digits()
 
 
-def _text() -> Task:
+class _Text(TaskSpec, frozen=True):
     """The names of Unicode's characters, by a small transformer."""
-    from hcsim.training.tasks.torch_task import text
 
-    return text()
+    lora: Annotated[int, Meta(ge=0, le=64)] = 0
+    """The rank of adapters; 0: all weights are trained."""
+    matrices: str = "heads"
+    """The matrices that get adapters."""
+    base: str | None = None
+    """A saved model of this task, with the weights that are frozen."""
+
+    def task(self, name: str) -> Task:
+        from hcsim.training.tasks.torch_task import text
+
+        return text(name, self.lora, self.matrices, None if self.base is None else Path(self.base))
 
 
 def _convex() -> Task:
@@ -53,7 +64,7 @@ TASKS: Registry[TaskFactory] = Registry(
     "task",
     {
         "digits": _digits,
-        "text": _text,
+        "text": _Text,
         "convex": _convex,
         "slopes": _slopes,
         "resnet18": ResNet18,

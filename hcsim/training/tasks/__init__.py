@@ -82,6 +82,12 @@ TASKS: Registry[TaskFactory] = Registry(
 """Those from resnet18 on are shapes of large models: to simulate, not to train for real."""
 
 
+def figures_of(spec: str) -> tuple[str, ...]:
+    """Return the names of the figures that a task of this spec may have."""
+    make = TASKS.get(spec.partition(":")[0])
+    return make.__struct_fields__ if isinstance(make, type) and issubclass(make, TaskSpec) else ()
+
+
 class _NoFigures(msgspec.Struct, frozen=True):
     pass
 

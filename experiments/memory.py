@@ -1,13 +1,12 @@
 """Predicted against measured memory of real training processes.
 
     python -m experiments.memory
-    python -m experiments.memory --device cuda --only gpt2:tokens=512,resnet50,vit-b16 --batch 8
+    python -m experiments.memory --device cuda --only "gpt2:tokens=512 resnet50 vit-b16"
 
 Two ranks train torch modules of the same shapes as a task's, with data parallelism, each in a process of its own. The
 last rank, which evaluates nothing, says what it has used at most from the moment before it builds the model on: on a
 processor its resident memory (Linux tells the peak), on CUDA what torch has allocated there. The prediction is
-`hcsim.training.memory`'s, from shapes alone. On a processor of which much is otherwise in use, figures are the same: no
-time is measured.
+`hcsim.training.memory`'s, from shapes alone. No time is measured, so that the machine may have other things to do.
 """
 
 from __future__ import annotations
@@ -73,6 +72,8 @@ class Layer(nn.Module):
 
 
 class Embedding(nn.Module):
+    """Of tokens and their positions."""
+
     def __init__(self, of: Architecture) -> None:
         super().__init__()
         self.tokens, self.positions = (
@@ -103,6 +104,8 @@ def decoder(of: Architecture) -> Sequence[nn.Module]:
 
 
 class Patches(nn.Module):
+    """Of an image, with a token for its class."""
+
     def __init__(self, width: int, side: int) -> None:
         super().__init__()
         self.conv = nn.Conv2d(3, width, 16, 16)

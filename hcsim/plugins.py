@@ -21,6 +21,7 @@ from hcsim.config.home import MEDIA, OWN_MEDIA, AnyMedium
 from hcsim.config.machine import CATALOGUE
 from hcsim.errors import UsageError
 from hcsim.registry import load_plugin
+from hcsim.training.memory import Held
 from hcsim.training.optimizer import AdamW, Sgd
 from hcsim.training.recoverable import Periodic, Recoverable, Replicated
 from hcsim.training.strategies import STRATEGIES, FixedRanks, Strategy, one_level, optimizer
@@ -39,6 +40,7 @@ __all__ = [
     "FaultProcess",
     "FixedRanks",
     "FlatCompressor",
+    "Held",
     "Periodic",
     "Recoverable",
     "Replicated",

@@ -12,6 +12,7 @@ from hcsim.config import Scenario, Training
 from hcsim.config.machine import usable_bytes
 from hcsim.errors import ConfigError
 from hcsim.training.fitting import Alternative, Fit, Room, alternatives, fits_of, smallest_mac_gib
+from hcsim.training.tasks import task
 
 _SHOWN = 4
 IGNORED = "--set ignore_memory=true"
@@ -29,8 +30,8 @@ def check_here(
     """Refuse a training whose part of this rank does not fit into this machine's memory."""
     from hcsim.real.hardware import SLEEP
 
-    if device.startswith(SLEEP):
-        return  # phantoms take no memory
+    if device.startswith(SLEEP) or task(settings.task).phantom:
+        return  # phantoms take no memory, and are refused where nothing sleeps
     rooms = [_this_machine(device)] * ranks
     mirrored = device not in ("cpu", "auto")
     fits = fits_of(settings, rooms, saves=saves, mirrored=mirrored)

@@ -21,11 +21,12 @@ from hcsim.config.home import MEDIA, OWN_MEDIA, AnyMedium
 from hcsim.config.machine import CATALOGUE
 from hcsim.errors import UsageError
 from hcsim.registry import load_plugin
+from hcsim.training.memory import Held
 from hcsim.training.optimizer import AdamW, Sgd
 from hcsim.training.recoverable import Periodic, Recoverable, Replicated
 from hcsim.training.strategies import STRATEGIES, FixedRanks, Strategy, one_level, optimizer
-from hcsim.training.task import Task
-from hcsim.training.tasks import TASKS
+from hcsim.training.task import TaskSpec
+from hcsim.training.tasks import TASKS, TaskFactory
 from hcsim.virtual.environment import NS
 from hcsim.virtual.faults.apply import FaultProcess, apply, lasting
 
@@ -39,11 +40,13 @@ __all__ = [
     "FaultProcess",
     "FixedRanks",
     "FlatCompressor",
+    "Held",
     "Periodic",
     "Recoverable",
     "Replicated",
     "Sgd",
     "Strategy",
+    "TaskSpec",
     "lasting",
     "load_plugin",
     "one_level",
@@ -69,8 +72,8 @@ def register_strategy(name: str, kind: type[Any]) -> None:
     STRATEGIES.add(name, kind)
 
 
-def register_task(name: str, make: Callable[[], Task]) -> None:
-    """Register a task; `make` is called on its first use."""
+def register_task(name: str, make: TaskFactory) -> None:
+    """Register a task; `make` is called on its first use. A `TaskSpec` has figures that a spec sets."""
     TASKS.add(name, make)
 
 

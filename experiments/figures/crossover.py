@@ -6,6 +6,7 @@ and DiLoCo do not learn the same from the same samples, so their tiles say how f
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,12 @@ from experiments.figures.hidden import METHOD, check_shown
 from experiments.figures.methods import method, with_methods
 from experiments.figures.style import count_label, figure, labelled, rate_label, save_data
 from experiments.study.grid import SINGLE
-from experiments.study.models import NAME, Transformer
 from experiments.study.tables import draws_of
+from hcsim.config import Training
+from hcsim.config.machine import GIB, usable_bytes
 from hcsim.config.training import read_spec
+from hcsim.training.fitting import Room, fits_of
+from hcsim.training.tasks.transformer import Transformer
 from hcsim.units import BitRate, decode_quantity
 
 FILLS: tuple[tuple[str, str], ...] = (
@@ -38,8 +42,9 @@ MODELS = {"ResNet-50": 25.6e6, "GPT-2": 124e6, "Llama 1B": 1.24e9, "Llama 7B": 6
 LINKS = {"two homes": 20e6, "1 GbE": 1e9, "2.5 GbE": 2.5e9, "Thunderbolt 4": 16.4e9}
 AIR_BPS = 780e6
 """What Wi-Fi 6 carries; all stations share it, and every byte between two of them crosses it twice."""
-MEMORY_BYTES, BYTES_PER_PARAMETER = 32e9, 12
-"""Parameters, gradients and momentum in float32 have to fit into a Mac."""
+MEMORY_GIB = 32
+"""Of each Mac: what data parallelism needs has to fit into what macOS lets the GPU wire of it."""
+SMALLEST, LARGEST = 1e6, 1e11
 SURE = 0.8
 """A tile's method counts as the fastest if it is in so many of the draws of machines and links."""
 FILES = r"crossover(_\d+_macs)?"
@@ -89,7 +94,7 @@ def _sheet(choices: list[pd.DataFrame], fills: dict[str, tuple[str, str]], place
 
 def _tiles(cells: pd.DataFrame) -> pd.DataFrame:
     """For each point of the grid, the fastest in the mean over the seeds, and how much faster than alone it is."""
-    specs = {task: read_spec(task, {NAME: Transformer}, "task") for task in dict.fromkeys(cells["task"])}
+    specs = {task: read_spec(task, {"transformer": Transformer}, "task") for task in dict.fromkeys(cells["task"])}
     alone = cells[cells["strategy"] == SINGLE].groupby("task")["step_s"].mean()
     draws = {(row["task"], row["link"], row["method"]): draws_of(row) for row in cells.to_dict("records")}
     draws_alone = {row["task"]: draws_of(row) for row in cells[cells["strategy"] == SINGLE].to_dict("records")}
@@ -139,7 +144,7 @@ def _panel(axes: Any, tiles: pd.DataFrame, fills: dict[str, tuple[str, str]]) ->
     labelled(axes.yaxis, count_label)
     axes.set_xlabel("bandwidth of each Mac's link")
     axes.set_ylabel("parameters")
-    _marks(axes, {**LINKS, "Wi-Fi 6": AIR_BPS / 2 / tiles["world"].iloc[0]})
+    _marks(axes, {**LINKS, "Wi-Fi 6": AIR_BPS / 2 / tiles["world"].iloc[0]}, tiles["tokens"].iloc[0])
 
 
 def _borders(axes: Any, tiles: pd.DataFrame, rates: list[float], sizes: list[float]) -> None:
@@ -155,16 +160,29 @@ def _borders(axes: Any, tiles: pd.DataFrame, rates: list[float], sizes: list[flo
                 axes.plot(across[column : column + 2], [up[row + 1]] * 2, color="black", linewidth=1.3)
 
 
-def _marks(axes: Any, links: dict[str, float]) -> None:
+@cache
+def largest_that_fits(tokens: int) -> float:
+    """Return the parameters of the largest transformer that a Mac trains with data parallelism, one text at a time."""
+    memory_bytes = MEMORY_GIB * GIB
+    room = Room("", "M4", memory_bytes, usable_bytes("M4", memory_bytes))
+    least, most = SMALLEST, LARGEST
+    while most / least > 1.01:
+        size = (least * most) ** 0.5
+        settings = Training(task=f"transformer:{size:g},tokens={tokens}")
+        least, most = (size, most) if fits_of(settings, [room, room])[0].fits else (least, size)
+    return least
+
+
+def _marks(axes: Any, links: dict[str, float], tokens: float) -> None:
     """Real links above, real models at the right, and a line over which a model does not fit into a Mac."""
-    full = MEMORY_BYTES / BYTES_PER_PARAMETER
+    full = largest_that_fits(int(tokens))
     axes.axhline(full, color="black", linewidth=1.1, linestyle=(0, (6, 3)), zorder=2.5)
     tick: dict[str, Any] = {"color": "black", "linewidth": 0.8, "clip_on": False}
     for words, rate_bps in links.items():
         if _within(rate_bps, axes.get_xlim()):
             axes.plot([rate_bps] * 2, [1, 1.025], transform=axes.get_xaxis_transform(), **tick)
             axes.text(rate_bps, 1.04, words, transform=axes.get_xaxis_transform(), fontsize=7.5, rotation=35)
-    for words, size in {**MODELS, "32 GB full": full}.items():
+    for words, size in {**MODELS, f"{MEMORY_GIB} GB full": full}.items():
         if _within(size, axes.get_ylim()):
             axes.plot([1, 1.015], [size] * 2, transform=axes.get_yaxis_transform(), **tick)
             axes.text(1.025, size, words, transform=axes.get_yaxis_transform(), fontsize=7.5, va="center")

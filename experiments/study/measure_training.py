@@ -11,7 +11,6 @@ from experiments.clusters import Cluster, cluster
 from experiments.study.cell import Point, Result, Train
 from experiments.study.failures import MOST, failing
 from experiments.study.measure import TIMEOUT_S, fingerprints
-from experiments.study.models import NAME, transformer
 from hcsim.collectives.select import Options
 from hcsim.compressors.registry import make
 from hcsim.config import Scenario
@@ -44,7 +43,7 @@ def trained(cell: Train) -> Result:
     scenario, failing_until_s = failing(
         place.scenario, cell.failure, cell.failures_per_hour, cell.failure_s, LONGEST_S, cell.seed
     )
-    what = task_named(cell.task)
+    what = task(cell.task)
     global_batch = (cell.batch or what.defaults.batch) * cell.world
     size_bytes = _size_bytes(what)
     outcome = _simulated(cell, msgspec.structs.replace(place, scenario=scenario), what)
@@ -88,7 +87,7 @@ def step_s(cell: Train, scenario: Scenario) -> float:
     all steps."""
     chosen = failing(scenario, cell.failure, cell.failures_per_hour, cell.failure_s, LONGEST_S, cell.seed)
     place = msgspec.structs.replace(cluster(cell.link, cell.world, cell.variant), scenario=chosen.scenario)
-    reports = _reports(_simulated(cell, place, shapes_of(task_named(cell.task))), cell)
+    reports = _reports(_simulated(cell, place, shapes_of(task(cell.task))), cell)
     return reports[0].points[-1].time_s if cell.failures_per_hour else _step_s(reports[0], period(cell.strategy))
 
 
@@ -105,11 +104,6 @@ def _simulated(cell: Train, place: Cluster, what: Task) -> Outcome[Report]:
 
 def _size_bytes(what: Task) -> int:
     return FLOAT_BYTES * sum(math.prod(shape) for block in what.blocks for _, shape in block.shapes)
-
-
-def task_named(name: str) -> Task:
-    """One of the package's, or a transformer of any size."""
-    return transformer(name) if name.startswith(NAME) else task(name)
 
 
 def _reports(outcome: Outcome[Report], cell: Train) -> list[Report]:

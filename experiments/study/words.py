@@ -50,15 +50,15 @@ def _check_formula(algorithm: str, link: str, world: int) -> None:
 @cache
 def _check_training(task: str, strategy: str, compressor: str) -> None:
     # Behind these are the strategies and compressors, which a sweep of all-reduces need not load.
-    from experiments.study.models import NAME, transformer
     from hcsim.compressors.registry import make
     from hcsim.training.strategies import strategy as strategy_named
     from hcsim.training.tasks import TASKS
+    from hcsim.training.tasks import task as task_named
 
-    if task.startswith(f"{NAME}:"):
-        transformer(task)
-    else:
-        _check_known("task", task, [*TASKS, f"{NAME}:1e9"])
+    name = task.partition(":")[0]
+    _check_known("task", name, TASKS)
+    if isinstance(TASKS[name], type):  # the others load their data
+        task_named(task)
     strategy_named(strategy)
     make(compressor, seed=0, rank=0)
 

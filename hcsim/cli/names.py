@@ -56,7 +56,8 @@ def _strategies() -> list[Row]:
 def _arguments(kind: type[msgspec.Struct]) -> str:
     """Return the arguments that may follow the name and a colon."""
     fields = [
-        field.name if field.type is bool else f"{field.name}={field.default}" for field in msgspec.structs.fields(kind)
+        field.name if field.type is bool else f"{field.name}={'…' if field.default is None else field.default}"
+        for field in msgspec.structs.fields(kind)
     ]
     return f" ({', '.join(fields)})" if fields else ""
 
@@ -76,7 +77,11 @@ def _algorithms() -> list[Row]:
 def _tasks() -> list[Row]:
     from hcsim.training.tasks import TASKS
 
-    return [(name, _first_sentence(make)) for name, make in TASKS.items()]
+    return [(name, _first_sentence(make) + _figures(make)) for name, make in TASKS.items()]
+
+
+def _figures(make: object) -> str:
+    return _arguments(make) if isinstance(make, type) and issubclass(make, msgspec.Struct) else ""
 
 
 def _settings() -> list[Row]:

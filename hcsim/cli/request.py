@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from hcsim.cli import screen
-from hcsim.cli.settings import PredictionSettings, Settings, ThisMachine, WireSettings, seconds
+from hcsim.cli.settings import MemorySettings, PredictionSettings, Settings, ThisMachine, WireSettings, seconds
 from hcsim.config import Cluster, Job, Scenario, Training, load_scenario, parse_scenario, shipped_scenarios
 from hcsim.config.scenario import first_nodes
 from hcsim.errors import ConfigError
@@ -82,12 +82,15 @@ def rank(options: RankOptions) -> bool:
     files = tls(options.tls_cert, options.tls_key, options.tls_ca)
     wire = _wire(settings, _WAIT_S if options.wait is None else seconds("--wait", options.wait))
     if training is not None:
+        ignored = _ignores_memory(settings)
         here = settings.take("machine", ThisMachine(), ("device", "metrics"))
         twin = _twin(None, settings)
         settings.finish({"machine": _BY_ITSELF, "cluster": _BY_ITSELF})
         place = _place(options, files, here)
+        from hcsim.cli.memory import check_here
         from hcsim.cli.training import train_real
 
+        check_here(training, len(place.peers), place.rank, here.device, ignored=ignored)
         return train_real(training, _seed(options.seed, chosen), place, wire, here.device, options.save, twin)
     job = _checked_real(chosen.name if chosen else "--set", settings.take("job", chosen.job if chosen else Job()))
     here = settings.take("machine", ThisMachine(), ("metrics",))
@@ -174,6 +177,7 @@ def _cluster_for_real(
 ) -> bool:
     """Train with the machines that find each other."""
     from hcsim.cli.elastic import Outputs, RemoteHosts, train_for_real
+    from hcsim.cli.memory import check_here
     from hcsim.launch.hosts import read_hosts, without_here
     from hcsim.node import ClusterJob
 
@@ -196,12 +200,14 @@ def _cluster_for_real(
             "for one operation among ranks that you start by hand, `hcsim rank --peers`"
         )
     twin = _twin(options.what if chosen and chosen.twin and chosen.nodes else None, settings)
+    ignored = _ignores_memory(settings)
     settings.finish({"machine": "with --hosts"})
     log = None if machine.log is None else Path(machine.log)
     _apart({"--save": options.save, "--trace": options.trace, "--set log": log})
     plan = ClusterJob(cluster, training, _seed(options.seed, chosen), wire)
     others = replace(others, program=machine.remote_hcsim)
     outputs = Outputs(options.trace, options.save, options.dashboard, log, twin)
+    check_here(training, cluster.needed, 0, here.device, saves=True, ignored=ignored)
     return train_for_real(here, plan, outputs, others, attended=attended)
 
 
@@ -219,12 +225,18 @@ def _virtual(options: RunOptions, chosen: Scenario, settings: Settings, training
         bands = settings.take("prediction", PredictionSettings(), ("bands",)).bands
         settings.finish({"cluster": "where something is learned (--task)"})
         return run_virtual(chosen, wire, files, bands)
+    from hcsim.cli.memory import check_nodes
+    from hcsim.training.strategies import check_training
+
     forming = chosen.cluster is not None or settings.has("cluster")
     if forming:
         chosen = _clustered(chosen, settings.take("cluster", chosen.cluster or Cluster()))
     chosen, wire, files = _modelled(chosen, settings, {"--save": options.save, "--trace": options.trace})
     bands = settings.take("prediction", PredictionSettings(), ("bands",)).bands
+    ignored = _ignores_memory(settings)
     settings.finish()
+    check_training(training, len(chosen.nodes), len(chosen.homes))
+    check_nodes(chosen, training, saves=forming, ignored=ignored)
     files = replace(files, dashboard=options.dashboard)
     if forming:
         from hcsim.cli.elastic import train_virtual_cluster
@@ -376,6 +388,10 @@ def _twin(job: str | None, settings: Settings) -> ChosenTwin | None:
     from hcsim.cli.twin import chosen_twin
 
     return chosen_twin(Path(path), chosen.bands)
+
+
+def _ignores_memory(settings: Settings) -> bool:
+    return settings.take("memory", MemorySettings()).ignore_memory
 
 
 def _seed(asked: int | None, chosen: Scenario | None) -> int:

@@ -79,9 +79,9 @@ def say(line: str) -> None:
     _console(stderr=False).print(_text(line), soft_wrap=True)
 
 
-def show(table: Table) -> None:
+def show(table: Table, *, stderr: bool = False) -> None:
     """Show a table of the result verbatim: [fd00::2] is not markup, and the :a: of an address is not an emoji."""
-    Screen(markup=False, emoji=False).print(table)
+    Screen(stderr=stderr, markup=False, emoji=False).print(table)
 
 
 def scenarios(*, stderr: bool = False) -> None:

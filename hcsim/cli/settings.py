@@ -74,6 +74,13 @@ class PredictionSettings(Table, frozen=True):
     """Variants of the scenario from which p10 and p90 follow; left out, 16 where that is quick, and 0 for none."""
 
 
+class MemorySettings(Table, frozen=True):
+    """Whether a training has to fit into the memory of its machines."""
+
+    ignore_memory: bool = False
+    """Train also what does not fit into the memory of the machines."""
+
+
 TABLES: dict[str, type[Table]] = {
     "training": Training,
     "job": Job,
@@ -82,6 +89,7 @@ TABLES: dict[str, type[Table]] = {
     "wire": WireSettings,
     "machine": ThisMachine,
     "prediction": PredictionSettings,
+    "memory": MemorySettings,
 }
 """The tables whose keys `--set` accepts."""
 
@@ -93,6 +101,7 @@ _ONLY = {
     "wire": "in a virtual run, or without a script",
     "machine": "with --real",
     "prediction": "where something is learned (--task)",
+    "memory": "where something is learned (--task)",
     "prediction.twin": "with --real, where something is learned (--task)",
 }
 

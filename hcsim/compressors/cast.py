@@ -108,8 +108,13 @@ class Dense(ChunkedCompressor):
     codec = Codec.NONE
     kind = PayloadKind.LINEAR
 
+    def __init__(self, spec: str, element_bytes: int = FLOAT_BYTES) -> None:
+        """Phantoms may have elements of another size than float32."""
+        super().__init__(spec)
+        self.element_bytes = element_bytes
+
     def size_bytes(self, shape: TensorShape) -> int:
-        return HEADER_BYTES + FLOAT_BYTES * prod(shape)
+        return HEADER_BYTES + self.element_bytes * prod(shape)
 
     def _encode(self, flat: Array, shape: TensorShape, of: Ident) -> ByteArray:
         payload = self._payload(of.name, shape)
@@ -131,7 +136,7 @@ class Dense(ChunkedCompressor):
         yield from exchange_dense(tensor, total, of)
 
     def round_bytes(self, shape: TensorShape) -> tuple[int, ...]:
-        return (FLOAT_BYTES * prod(shape),)
+        return (self.element_bytes * prod(shape),)
 
 
 def exchange_dense(tensor: Array, total: Array | None, of: Ident) -> ReductionRounds:

@@ -173,7 +173,7 @@ class Machine(Table, frozen=True):
     basis: Basis = Basis()
     """Of the figures above."""
     ram_bytes: Bytes | None = None
-    """Only reported on request: a run that exceeds it does not fail."""
+    """None: as Macs with the chip are sold, at least."""
     kernels: tuple[KernelCurve, ...] = field(name="kernel", default=())
     """Where there are curves, they replace the efficiencies."""
     efficiencies: tuple[KernelEfficiency, ...] = field(name="efficiency", default=())
@@ -242,6 +242,39 @@ def _efficiencies(basis: Basis) -> tuple[KernelEfficiency, ...]:
     products = [KernelEfficiency(kind, PositiveShare(0.74), _PRODUCT) for kind in BY_FLOPS]
     others = [kind for kind in get_args(KernelKind) if kind not in (*BY_FLOPS, "copy")]
     return (*products, *(KernelEfficiency(kind, PositiveShare(0.39), basis) for kind in others), copy)
+
+
+GIB = 1 << 30
+_MEMORY_GIB = {
+    "M1": 8, "M1 Pro": 16, "M1 Max": 32, "M1 Ultra": 64, "M2": 8, "M2 Pro": 16, "M2 Max": 32, "M2 Ultra": 64,
+    "M3": 8, "M3 Pro": 18, "M3 Max": 36, "M3 Ultra": 96, "M4": 16, "M4 Pro": 24, "M4 Max": 36,
+    "M5": 16, "M5 Pro": 24, "M5 Max": 36,
+}  # fmt: skip
+"""The least memory that Macs with a chip are sold with (M1 to M3 with 8 GiB: a Mac of that time may have more)."""
+SIZES_GIB = (8, 16, 18, 24, 32, 36, 48, 64, 96, 128, 192, 256, 512)
+"""The sizes that Macs are sold with."""
+SMALL_BYTES = 36 * GIB
+
+
+def installed_bytes(machine: str | Machine) -> int | None:
+    """Return the memory of a machine, or of a name of the catalogue; None if it is not known."""
+    if isinstance(machine, Machine) and machine.ram_bytes is not None:
+        return machine.ram_bytes
+    name = machine if isinstance(machine, str) else machine.name
+    gib = _MEMORY_GIB.get(_FANLESS.get(name, name))
+    return None if gib is None else gib * GIB
+
+
+def usable_bytes(name: str, memory_bytes: int) -> int:
+    """Return how much of its memory a machine of that name can train with.
+
+    macOS lets the GPU wire two thirds of up to 36 GiB, and three quarters of more (Metal's
+    `recommendedMaxWorkingSetSize`: 10.67 of 16 GiB on an M4, https://github.com/exo-explore/exo/pull/1672; newer
+    systems allow more, 11.84 of 16 and 107.5 of 128, https://github.com/AlexsJones/llmfit/pull/754,
+    https://github.com/antirez/ds4/pull/893). Of other machines the system is taken to need a tenth."""
+    if not (name in _CHIPS or name in _FANLESS or name.startswith("Apple")):
+        return memory_bytes * 9 // 10
+    return memory_bytes * 2 // 3 if memory_bytes <= SMALL_BYTES else memory_bytes * 3 // 4
 
 
 def _chip(name: str, chip: str, *, fanless: bool = False) -> Machine:

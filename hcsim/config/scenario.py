@@ -50,6 +50,8 @@ class Node(Table, frozen=True):
     """The home where the node is; left out, the home of its media."""
     links: tuple[Attachment, ...] = ()
     count: Annotated[int, Meta(ge=1, le=4096)] = 1
+    memory_bytes: Bytes | None = None
+    """Left out, that of its machine."""
     cap_bps: BitRate | None = None
     """Limit of one connection in each direction, from and to this machine, where a processor core is slower than
     the network; several connections together may carry more. None: no limit."""

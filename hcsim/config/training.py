@@ -44,6 +44,10 @@ class Training(Table, frozen=True):
     """Multiply the learning rate by the number of ranks."""
     clip: Positive | None = None
     """Largest norm of an averaged gradient."""
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """Of weights, activations and gradients; the optimizer keeps float32 copies of bf16 weights."""
+    recompute: bool = False
+    """Keep only the inputs of blocks for the backward pass, and compute each block again there."""
     bucket_bytes: PositiveBytes = PositiveBytes(25 << 20)
     """Gradients are exchanged in buckets of about this size, while the backward pass goes on."""
     evaluate_every: Count = 20
@@ -83,7 +87,7 @@ def read_spec(text: str, kinds: Mapping[str, type[T]], what: str) -> T:
 
 def _usage(name: str, kind: type[msgspec.Struct]) -> str:
     known = [
-        f.name if f.type is bool else f"{f.name}={'…' if f.default is msgspec.NODEFAULT else f.default}"
+        f.name if f.type is bool else f"{f.name}={'…' if f.default in (msgspec.NODEFAULT, None) else f.default}"
         for f in msgspec.structs.fields(kind)
     ]
     return f'"{name}" knows {", ".join(known)}' if known else f'"{name}" has nothing to set'

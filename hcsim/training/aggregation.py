@@ -140,11 +140,12 @@ class LinearExchange:
     async def phantom_total(self, tensors: Sequence[Tensor], bucket: int) -> None:
         shapes = [tensor.shape for tensor in tensors]
         rounds = self._rounds(tensors)
+        width = self._compressor.element_bytes if isinstance(self._compressor, Dense) else FLOAT_BYTES
         for number in range(rounds):
             await self._bench.encode(shapes, nothing, 1 / rounds)
             sizes = map(self._compressor.round_bytes, shapes)
             size_bytes = sum(each[number] for each in sizes if number < len(each))
-            await self._group.all_reduce(Phantom(size_bytes, FLOAT_BYTES), algorithm=self._algorithm, bucket=bucket)
+            await self._group.all_reduce(Phantom(size_bytes, width), algorithm=self._algorithm, bucket=bucket)
         await self._bench.decode(shapes, nothing)
 
     def _rounds(self, tensors: Sequence[Tensor]) -> int:

@@ -18,6 +18,8 @@ import numpy.typing as npt
 from hcsim.rng import generator
 
 FLOAT_BYTES = 4
+OUTER = "lora_b"
+"""How the name of an adapter's outer matrix ends."""
 
 
 class Tensor(msgspec.Struct, frozen=True):
@@ -59,6 +61,7 @@ class Bucket(msgspec.Struct, frozen=True):
     """With offsets from the start of the bucket."""
     lo: int
     hi: int
+    element_bytes: int = FLOAT_BYTES
 
     @property
     def span(self) -> slice:
@@ -68,7 +71,7 @@ class Bucket(msgspec.Struct, frozen=True):
     @property
     def size_bytes(self) -> int:
         """The size of its gradients, uncompressed."""
-        return FLOAT_BYTES * (self.hi - self.lo)
+        return self.element_bytes * (self.hi - self.lo)
 
 
 class Layout(msgspec.Struct, frozen=True):
@@ -76,9 +79,11 @@ class Layout(msgspec.Struct, frozen=True):
 
     blocks: tuple[tuple[Tensor, ...], ...]
     """By block, in the order of the *forward* pass; offsets fall from block to block."""
+    element_bytes: int = FLOAT_BYTES
+    """Of parameters and gradients: only phantoms can have another size than float32."""
 
     @classmethod
-    def of(cls, shapes: Sequence[Sequence[tuple[str, tuple[int, ...]]]]) -> Layout:
+    def of(cls, shapes: Sequence[Sequence[tuple[str, tuple[int, ...]]]], element_bytes: int = FLOAT_BYTES) -> Layout:
         """Lay out (name, shape) by block, given in the order of the forward pass."""
         placed: list[tuple[Tensor, ...]] = []
         offset = 0
@@ -86,7 +91,7 @@ class Layout(msgspec.Struct, frozen=True):
             starts = list(accumulate((prod(shape) for _, shape in block), initial=offset))
             placed.append(tuple(Tensor(name, shape, at) for (name, shape), at in zip(block, starts, strict=False)))
             offset = starts[-1]
-        return cls(tuple(reversed(placed)))
+        return cls(tuple(reversed(placed)), element_bytes)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -98,7 +103,7 @@ class Layout(msgspec.Struct, frozen=True):
 
     @property
     def size_bytes(self) -> int:
-        return FLOAT_BYTES * self.length
+        return self.element_bytes * self.length
 
     def buckets(self, most_bytes: int) -> tuple[Bucket, ...]:
         """Cut the layout into buckets of whole blocks. A bucket closes when it has reached `most_bytes`."""
@@ -109,19 +114,20 @@ class Layout(msgspec.Struct, frozen=True):
         for block in reversed(range(len(self.blocks))):
             members.append(block)
             hi += sum(tensor.length for tensor in self.blocks[block])
-            if FLOAT_BYTES * (hi - lo) >= most_bytes or block == 0:
+            if self.element_bytes * (hi - lo) >= most_bytes or block == 0:
                 tensors = tuple(
                     msgspec.structs.replace(tensor, offset=tensor.offset - lo)
                     for member in members
                     for tensor in self.blocks[member]
                 )
-                yield Bucket(number, tuple(members), tensors, lo, hi)
+                yield Bucket(number, tuple(members), tensors, lo, hi, self.element_bytes)
                 number, lo, members = number + 1, hi, []
 
 
 def initial(seed: int, tensor: Tensor, gain: float) -> npt.NDArray[np.float32]:
-    """Return fresh values: weights normal with a variance of gain² / fan-in, a norm's factors one, biases zero."""
-    if len(tensor.shape) >= 2:
+    """Return fresh values: weights normal with a variance of gain² / fan-in, a norm's factors one, biases zero, and
+    the outer matrices of adapters zero, so that these change nothing at first."""
+    if len(tensor.shape) >= 2 and not tensor.name.endswith(OUTER):
         deviation = gain / prod(tensor.shape[1:]) ** 0.5
         drawn = generator(seed, "parameters", tensor.name).standard_normal(tensor.shape, np.float32)
         return drawn * np.float32(deviation)

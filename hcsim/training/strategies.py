@@ -14,10 +14,12 @@ from hcsim.errors import ConfigError
 from hcsim.registry import Registry
 from hcsim.training.aggregation import Aggregator, Hierarchical, OneLevel
 from hcsim.training.learner import Learner
+from hcsim.training.memory import Held
 from hcsim.training.optimizer import AdamW, Optimizer, Sgd
 from hcsim.training.parameter_server.rounds import ServerPolicy
 from hcsim.training.parameter_server.strategy import check_place
 from hcsim.training.parameter_server.strategy import train as serve_and_work
+from hcsim.training.precision import prepared
 from hcsim.training.recoverable import HierarchicalReplicated, OneComputes, Periodic, Recoverable, Replicated
 from hcsim.training.run import Run
 from hcsim.training.task import Task
@@ -44,6 +46,9 @@ class Strategy(Protocol):
 class SingleMachine(Struct, frozen=True):
     """One machine alone, with the batches of all."""
 
+    def held(self, rank: int, ranks: int) -> Held:
+        return Held(computes="nothing" if rank else "all")
+
     def open(self, settings: Training, learner: Learner) -> Recoverable:
         return OneComputes(learner)
 
@@ -67,6 +72,10 @@ class LocalSgd(Struct, frozen=True):
 
     every: Every = 8
 
+    def held(self, rank: int, ranks: int) -> Held:
+        """Return that there are an anchor and a change."""
+        return Held(copies=2)
+
     def open(self, settings: Training, learner: Learner) -> Recoverable:
         """Return local SGD: the average itself is the next anchor."""
         return Periodic(learner, one_level, self.every, optimizer(settings), Sgd(lr=1.0))
@@ -79,6 +88,10 @@ class DiLoCo(Struct, frozen=True):
     lr: Annotated[float, Meta(gt=0)] = 0.7
     momentum: Annotated[float, Meta(gt=0, lt=1)] = 0.9
 
+    def held(self, rank: int, ranks: int) -> Held:
+        """Return that there are an anchor, a change, and the outer momentum."""
+        return Held(copies=3)
+
     def open(self, settings: Training, learner: Learner) -> Recoverable:
         """Return DiLoCo: the outer optimizer makes the next anchor."""
         outer = Sgd(lr=self.lr, momentum=self.momentum, nesterov=True)
@@ -87,6 +100,14 @@ class DiLoCo(Struct, frozen=True):
 
 class ParameterServer(ServerPolicy, frozen=True, kw_only=True):
     """A server on the first rank's machine keeps the model; workers pull it and push gradients."""
+
+    def held(self, rank: int, ranks: int) -> Held:
+        """Return what workers hold, and the first rank's server: the model, the model as it is sent, and the pushes of
+        a round, as they came and decoded."""
+        if rank:
+            return Held(optimizer=0.0, payloads=2)
+        pushes = ranks if self.mode == "sync" else 1
+        return Held(weights=2, gradients=2, copies=1 + pushes, payloads=2 + pushes)
 
     async def train(self, run: Run) -> None:
         await serve_and_work(run, self)
@@ -106,6 +127,12 @@ STRATEGIES: Registry[type[Struct]] = Registry(
     },
 )
 """Each is a `Strategy` or a `FixedRanks`; a cluster has its own implementation of the parameter server."""
+
+
+def held_by(chosen: Strategy | FixedRanks, rank: int, ranks: int) -> Held:
+    """Return what a strategy makes the rank hold: the whole model, unless its method `held` says otherwise."""
+    held = getattr(chosen, "held", None)
+    return Held() if held is None else held(rank, ranks)
 
 
 def strategy(spec: str) -> Strategy | FixedRanks:
@@ -145,7 +172,7 @@ def check_training(settings: Training, ranks: int, homes: int) -> None:
     if settings.algorithm not in names:
         hint = did_you_mean(settings.algorithm, names)
         raise ConfigError(f'algorithm = "{settings.algorithm}": there is none such{hint}; known: {", ".join(names)}')
-    completed(settings, task(settings.task), ranks)
+    completed(settings, prepared(task(settings.task), settings), ranks)
 
 
 def completed(settings: Training, what: Task, ranks: int) -> Training:

@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 from math import prod
-from typing import Protocol, TypeAlias
+from typing import Literal, Protocol, TypeAlias
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
+from msgspec.structs import replace
 
 from hcsim.runtime.channel import Phantom
 from hcsim.runtime.host import KernelGroup, Work
@@ -26,23 +27,65 @@ Flat: TypeAlias = npt.NDArray[np.float32] | Phantom
 """A flat array of a layout, or its phantom."""
 
 
+Shapes: TypeAlias = tuple[tuple[str, tuple[int, ...]], ...]
+"""Names and shapes of tensors."""
+
+
+class Activations(msgspec.Struct, frozen=True):
+    """What a block keeps in memory for one sample, in bytes."""
+
+    entering_bytes: float
+    """Its input: all that is kept from one pass to the other if the block is computed again."""
+    kept_bytes: float
+    """From its forward pass to its backward pass."""
+    working_bytes: float = 0.0
+    """At most, in addition, during its backward pass: gradients of activations."""
+
+
 class Block(msgspec.Struct, frozen=True):
     """One block of a model, with its cost per sample."""
 
     name: str
-    shapes: tuple[tuple[str, tuple[int, ...]], ...]
-    """The names and shapes of its parameters."""
+    shapes: Shapes
+    """The names and shapes of the parameters that are trained."""
     flops: float
     """FLOPs of the forward pass; the backward pass takes twice that."""
     moved_bytes: float
     """Activations read and written in the forward pass; twice that in the backward pass."""
     kernels: int = 1
     """Kernels launched in the forward pass, for any number of samples; twice as many in the backward pass."""
+    frozen: Shapes = ()
+    """Parameters that are not trained: they are read, and have no gradients."""
+    backward_flops: float | None = None
+    """FLOPs of the backward pass, where they are not twice those of the forward pass. With 0, there is no backward
+    pass."""
+    activations: Activations | None = None
+    """None: all results are kept (half of `moved_bytes`, since each is written once and read once)."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of weights, gradients and activations."""
+    recompute: bool = False
+    """Whether the forward pass is computed again before the backward pass, from the block's input."""
 
     @property
     def length(self) -> int:
-        """The number of elements of its parameters."""
+        """The number of elements of its trained parameters."""
         return sum(prod(shape) for _, shape in self.shapes)
+
+    @property
+    def frozen_length(self) -> int:
+        return sum(prod(shape) for _, shape in self.frozen)
+
+    @property
+    def element_bytes(self) -> int:
+        return ELEMENT_BYTES[self.dtype]
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether there is a backward pass."""
+        return self.backward_flops is None or self.backward_flops > 0
+
+
+ELEMENT_BYTES = {"float32": FLOAT_BYTES, "bfloat16": 2}
 
 
 class Score(msgspec.Struct, frozen=True):
@@ -121,21 +164,51 @@ class Task(Protocol):
         """Evaluate a model with these parameters on held-out data; return None if there is none."""
 
 
+class TaskSpec(msgspec.Struct, frozen=True):
+    """The figures of a task that a spec sets ("gpt2:tokens=512"): a struct with a field for each."""
+
+    def task(self, name: str) -> Task:
+        """Return the task with these figures; `name` is the whole spec."""
+        raise NotImplementedError
+
+
+def recomputed(blocks: Sequence[Block]) -> tuple[Block, ...]:
+    """Return the blocks, all but the last of which are computed again."""
+    return (*(replace(block, recompute=True) for block in blocks[:-1]), blocks[-1])
+
+
 def forward_work(task: Task, samples: int) -> Work:
-    return Work(
-        samples * sum(block.flops for block in task.blocks),
-        sum(FLOAT_BYTES * block.length + samples * block.moved_bytes for block in task.blocks),
-        sum(block.kernels for block in task.blocks),
-        tuple(group for block in task.blocks for group in _kernels(block, samples)[0]),
-        estimated=True,
-    )
+    return joined_work([_forward(block, samples) for block in task.blocks])
+
+
+def _forward(block: Block, samples: int) -> Work:
+    weights_bytes = block.element_bytes * (block.length + block.frozen_length)
+    moved_bytes = weights_bytes + samples * block.moved_bytes
+    return Work(samples * block.flops, moved_bytes, block.kernels, _kernels(block, samples)[0], estimated=True)
 
 
 def backward_work(block: Block, samples: int) -> Work:
-    """Return the work of the backward pass through one block: twice the forward pass, and its gradients written."""
-    moved_bytes = FLOAT_BYTES * block.length + samples * block.moved_bytes
+    """Return the work of the backward pass through one block: twice the forward pass, and its gradients written.
+
+    Frozen weights are read once, and have no gradients. A block that keeps nothing but its input computes its forward
+    pass again."""
+    if not block.is_trained:
+        return Work(kernels=0, estimated=True)
+    flops = samples * (2 * block.flops if block.backward_flops is None else block.backward_flops)
+    weights_bytes = block.element_bytes * (2 * block.length + block.frozen_length)
+    moved_bytes = weights_bytes + 2 * (samples * block.moved_bytes)
+    work = Work(flops, moved_bytes, 2 * block.kernels, _kernels(block, samples)[1], estimated=True)
+    return joined_work([_forward(block, samples), work]) if block.recompute else work
+
+
+def joined_work(works: Sequence[Work]) -> Work:
+    """Return all of these, one after the other."""
     return Work(
-        2 * samples * block.flops, 2 * moved_bytes, 2 * block.kernels, _kernels(block, samples)[1], estimated=True
+        sum(work.flops for work in works),
+        sum(work.moved_bytes for work in works),
+        sum(work.kernels for work in works),
+        tuple(group for work in works for group in work.groups),
+        estimated=True,
     )
 
 
@@ -144,21 +217,28 @@ def _kernels(block: Block, samples: int) -> tuple[tuple[KernelGroup, ...], tuple
     """Return the kernels of the forward and of the backward pass, by the shapes of the parameters.
 
     Each matrix is of a product, and does its share of the FLOPs; a tensor of more dimensions is of a convolution. The
-    others are elementwise. All move equal parts of the activations."""
-    weights = [shape for _, shape in block.shapes if len(shape) > 1] if block.flops else []
+    others are elementwise. All move equal parts of the activations. The backward pass has one product for the gradient
+    of a weight's input, and one for that of the weight, unless that is frozen."""
+    weights = [(shape, True) for _, shape in block.shapes] + [(shape, False) for _, shape in block.frozen]
+    weights = [(shape, trained) for shape, trained in weights if len(shape) > 1 and block.flops]
     others = max(0, block.kernels - len(weights))
     moved_bytes = samples * block.moved_bytes / max(1, len(weights) + others)
+    elements = sum(prod(shape) for shape, _ in weights)
+    twice = sum(prod(shape) * (1 + trained) for shape, trained in weights)
     forward, backward = [], []
-    for shape in weights:
-        flops = samples * block.flops * prod(shape) / sum(map(prod, weights))
-        touched_bytes = moved_bytes + FLOAT_BYTES * prod(shape)
+    for shape, trained in weights:
+        flops = samples * block.flops * prod(shape) / elements
+        back = flops if block.backward_flops is None else samples * block.backward_flops * prod(shape) / twice
+        touched_bytes = moved_bytes + block.element_bytes * prod(shape)
         if len(shape) > 2:
-            forward.append(KernelGroup("convolution", flops, touched_bytes))
-            backward.append(KernelGroup("convolution_backward", 2 * flops, 2 * touched_bytes))
+            forward.append(KernelGroup("convolution", flops, touched_bytes, 1, block.dtype))
+            sides = 1 + trained
+            group = KernelGroup("convolution_backward", sides * back, sides * touched_bytes, 1, block.dtype)
+            backward.append(group)
         else:
-            forward.append(KernelGroup("matmul", flops, touched_bytes))
-            backward.append(KernelGroup("matmul", flops, touched_bytes, 2))
+            forward.append(KernelGroup("matmul", flops, touched_bytes, 1, block.dtype))
+            backward.append(KernelGroup("matmul", back, touched_bytes, 1 + trained, block.dtype))
     if others:
-        forward.append(KernelGroup("elementwise", 0.0, moved_bytes, others))
-        backward.append(KernelGroup("elementwise", 0.0, moved_bytes, 2 * others))
+        forward.append(KernelGroup("elementwise", 0.0, moved_bytes, others, block.dtype))
+        backward.append(KernelGroup("elementwise", 0.0, moved_bytes, 2 * others, block.dtype))
     return tuple(forward), tuple(backward)

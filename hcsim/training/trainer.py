@@ -18,12 +18,12 @@ import numpy as np
 from hcsim.collectives.buffers import array_of
 from hcsim.collectives.group import Group
 from hcsim.compressors.base import Compressor
-from hcsim.compressors.registry import make
 from hcsim.config.training import Training
 from hcsim.errors import UNDECODABLE, ConfigError
 from hcsim.runtime.host import Host
 from hcsim.training.data import Batches
 from hcsim.training.learner import Learner
+from hcsim.training.precision import compressor_of, prepared
 from hcsim.training.run import Observer, Report, Run
 from hcsim.training.strategies import completed, opened, optimizer
 from hcsim.training.task import Task
@@ -37,7 +37,7 @@ class Trainer:
         """`what` is a user-defined task; without it, the settings name one."""
         self.host = host
         self.seed = seed
-        self.task = what or task(settings.task)
+        self.task = prepared(what or task(settings.task), settings)
         self.settings = completed(settings, self.task, ranks)
         self._run: Run | None = None
 
@@ -78,7 +78,7 @@ async def train(
     await agree(group, us.intent())
     method = opened(us.settings, us.learner)
     batches = Batches.of(us.task, _batch_sizes(us.settings, group.size), seed)
-    run = us.enter(group, batches, make(us.settings.compressor, seed=seed, rank=group.rank))
+    run = us.enter(group, batches, compressor_of(us.settings, seed, group.rank))
     run.observer = observer
     await method.train(run)
     if observer is not None:
@@ -102,9 +102,18 @@ class Intent(msgspec.Struct, frozen=True):
     """What the collectives' choices depend on, beside the settings."""
 
 
+_DEFAULTS: dict[str, object] = {name: getattr(Training(), name) for name in ("precision", "recompute")}
+"""Settings that are left out where they have these values: so runs without them send what they always sent."""
+
+
 def encoded(intent: msgspec.Struct) -> bytes:
     """Encode an intent; equal intents have equal bytes."""
-    return msgspec.json.encode(intent, enc_hook=float)
+    plain = msgspec.to_builtins(intent, enc_hook=float)
+    settings = plain.get("settings", {})
+    for name, default in _DEFAULTS.items():
+        if settings.get(name) == default:
+            del settings[name]
+    return msgspec.json.encode(plain)
 
 
 async def agree(group: Group, ours: msgspec.Struct) -> None:
@@ -124,8 +133,8 @@ async def agree(group: Group, ours: msgspec.Struct) -> None:
 def difference(one: bytes, other: bytes, here: str, there: str) -> str:
     """Describe the differences between two encoded intents, by name; raise one of `UNDECODABLE` if they are invalid."""
     first, second = (_flat(msgspec.json.decode(text, type=dict[str, object])) for text in (one, other))
-    unlike = [name for name in first if first[name] != second.get(name)]
-    return ", ".join(f"{name} is {first[name]} on {here} and {second.get(name)} on {there}" for name in unlike)
+    both = [(name, *(each.get(name, _DEFAULTS.get(name)) for each in (first, second))) for name in {**first, **second}]
+    return ", ".join(f"{name} is {one} on {here} and {other} on {there}" for name, one, other in both if one != other)
 
 
 def _flat(intent: dict[str, object]) -> dict[str, object]:

@@ -135,7 +135,7 @@ def test_a_shell_completes_names(words: str, offered: str) -> None:
         ("strategies", "diloco +Local steps"),
         ("compressors", "topk:RATIO +the largest elements"),
         ("algorithms", "broadcast +auto, ring, tree, centralized"),
-        ("tasks", "gpt2 +Only the shapes"),
+        ("tasks", "gpt2 +GPT-2 of 124 million"),
         ("faults", "crash +The node stops"),
         ("settings", r"training\.bucket +25 MiB +Gradients are exchanged in buckets"),
     ],

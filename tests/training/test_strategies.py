@@ -44,8 +44,9 @@ def test_many_ranks_learn_what_one_process_learns_from_the_joined_batch(algorith
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "parameter_server"])
-def test_a_network_of_torch_modules_learns_the_same_on_many_ranks(strategy: str) -> None:
-    settings = Training(task="digits", strategy=strategy, steps=4, batch=6, bucket_bytes=4096)
+@pytest.mark.parametrize("task", ["digits", pytest.param("text:lora=4,matrices=all", marks=pytest.mark.slow)])
+def test_a_network_of_torch_modules_learns_the_same_on_many_ranks(strategy: str, task: str) -> None:
+    settings = Training(task=task, strategy=strategy, steps=4, batch=6, bucket_bytes=4096)
     np.testing.assert_allclose(learned(settings, 3)[2], alone(settings, 3), rtol=1e-4, atol=1e-5)
 
 

@@ -34,7 +34,6 @@ from hcsim.cluster.view import View
 from hcsim.collectives.group import Group
 from hcsim.collectives.select import Options
 from hcsim.compressors.base import CompressorStateDict
-from hcsim.compressors.registry import make
 from hcsim.config.training import Training
 from hcsim.errors import (
     CollectiveError,
@@ -65,6 +64,7 @@ from hcsim.training.parameter_server.strategy import (
     listen,
     policy_of,
 )
+from hcsim.training.precision import compressor_of
 from hcsim.training.strategies import optimizer, strategy
 from hcsim.training.trainer import encoded
 
@@ -95,7 +95,7 @@ class ServedMember(ElasticMember):
         self._intent = encoded(self.intent())
         self._server_replica = ServerReplica(self.learner, optimizer(self.settings))
         drawer = zlib.crc32(source.us.node.encode())  # ranks change with the view, and one that rounds does not
-        gradients = GradientCodec(self.learner.layout, make(settings.compressor, seed=seed, rank=drawer))
+        gradients = GradientCodec(self.learner.layout, compressor_of(settings, seed, drawer))
         self._us = Participant(beside_server(self.learner, seed), gradients, policy_of(chosen, self.settings))
         worker = self._us.hire(source.us.node, JOB)
         connect_s = NEAR_S if settings.server is None else CONNECT_TIMEOUT_S

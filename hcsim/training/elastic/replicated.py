@@ -14,7 +14,6 @@ from hcsim.cluster.membership_source import MembershipSource
 from hcsim.cluster.view import View
 from hcsim.collectives.group import Group
 from hcsim.collectives.select import Options
-from hcsim.compressors.registry import make
 from hcsim.config.training import Training
 from hcsim.errors import CollectiveError, CompressionError, ConfigError
 from hcsim.runtime.channel import Phantom
@@ -35,6 +34,7 @@ from hcsim.training.elastic.synchronise import (
 )
 from hcsim.training.elastic.transfer import StateArrays, gather_echoed, relay
 from hcsim.training.learner import StateArray, fingerprint_of_all
+from hcsim.training.precision import compressor_of
 from hcsim.training.recoverable import LocalProgress, SharedState
 from hcsim.training.strategies import recoverable
 from hcsim.training.trainer import encoded
@@ -153,7 +153,7 @@ class ReplicatedMember(ElasticMember):
 
     async def _synchronise(self, group: Group, view: View) -> None:
         if not self.has_begun:
-            compressor = make(self.settings.compressor, seed=self.seed, rank=0)
+            compressor = compressor_of(self.settings, self.seed, 0)
             self.enter(group, self._dealt(view), compressor)
             if self._checkpoint is not None:
                 self._reload(self._checkpoint)
@@ -219,7 +219,7 @@ class ReplicatedMember(ElasticMember):
         sizes = self.provenance.sizes or self._given_sizes(view)
         self.provenance = self.provenance.next(view, run.step, self._since, sizes)
         self._reloaded = False
-        compressor = make(self.settings.compressor, seed=self.seed, rank=group.rank)
+        compressor = compressor_of(self.settings, self.seed, group.rank)
         # The shared state of an unused compressor would drift from the others', so only the residual is kept.
         kept = run.compressor.state() if self.method.compresses(group) else self._residual()
         compressor.restore({name: array for name, array in kept.items() if not isinstance(array, Phantom)})

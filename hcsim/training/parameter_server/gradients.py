@@ -45,7 +45,7 @@ class GradientCodec:
         self.tensors = layout.tensors
         self.compressor = compressor
         self.length = layout.length
-        self._dense = make(WHOLE, seed=0, rank=0)
+        self._dense = compressor if compressor.spec == WHOLE else make(WHOLE, seed=0, rank=0)
         self._exact = [compressor.size_bytes(tensor.shape) for tensor in self.tensors]
         codecs = compressor, self._dense
         self.most_bytes = max(sum(codec.most_bytes(tensor.shape) for tensor in self.tensors) for codec in codecs)

@@ -22,7 +22,7 @@ from torch import nn
 
 from hcsim.errors import ConfigError, UsageError
 from hcsim.training.layout import Layout, Tensor, initial
-from hcsim.training.task import Indices
+from hcsim.training.task import Indices, Shapes
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 Array = npt.NDArray[np.float32]
@@ -77,21 +77,35 @@ def memory_on(device: str, length: int) -> ReplicaMemory:
 
 
 class TorchReplica:
-    """One rank's copy of the model. The data are shared, and stay on the host."""
+    """One rank's copy of the model. The data are shared, and stay on the host.
+
+    Parameters that need no gradient are frozen: they are not part of the flat arrays, and have their values already."""
 
     def __init__(
-        self, modules: Sequence[nn.Module], loss: Loss, data: tuple[torch.Tensor, torch.Tensor], memory: ReplicaMemory
+        self,
+        modules: Sequence[nn.Module],
+        loss: Loss,
+        data: tuple[torch.Tensor, torch.Tensor],
+        memory: ReplicaMemory,
+        *,
+        recompute: bool = False,
     ) -> None:
+        """With `recompute`, only the input of each block is kept, and its backward pass begins with another forward
+        pass."""
         compute_alike()
+        self._recompute = recompute
         self._layout = layout_of(modules)
+        first = next(number for number, tensors in enumerate(self._layout.blocks) if tensors)
+        self._first_trained = first
+        """The first block with gradients: the backward pass ends there."""
         self._modules = modules
         self._loss = loss
         self._inputs, self._targets = data
         self._memory = memory
         self._entering: list[torch.Tensor] = []
         """The input of each block, detached from the previous block."""
-        self._leaving: list[torch.Tensor] = []
-        """The output of each block; the last one is the loss."""
+        self._leaving: list[torch.Tensor | None] = []
+        """The output of each block, None if it is to be computed again; the last one is the loss."""
         for module, tensors in zip(modules, self._layout.blocks, strict=True):
             place(module, tensors, memory)
 
@@ -128,13 +142,15 @@ class TorchReplica:
         inputs, targets = self._inputs[batch], self._targets[batch]  # here until the device has read them
         flowing = inputs.to(self._memory.device, non_blocking=True)
         for module in self._modules:
-            # Indices have no gradient, and nobody asks for that of the data.
-            entering = flowing.detach().requires_grad_(bool(self._entering))
+            # Indices have no gradient, and nobody asks for those of the data and of what is frozen.
+            entering = flowing.detach().requires_grad_(len(self._entering) > self._first_trained)
             self._entering.append(entering)
-            flowing = module(entering)
-            self._leaving.append(flowing)
-        self._leaving[-1] = self._loss(flowing, targets.to(self._memory.device, non_blocking=True))
-        return float(self._leaving[-1].detach())
+            again = self._recompute and module is not self._modules[-1]
+            with torch.set_grad_enabled(not again):
+                flowing = module(entering)
+            self._leaving.append(None if again else flowing)
+        loss = self._leaving[-1] = self._loss(flowing, targets.to(self._memory.device, non_blocking=True))
+        return float(loss.detach())
 
     def backward(self, block: int) -> None:
         """Run autograd through one block, and release what was kept for it."""
@@ -144,17 +160,23 @@ class TorchReplica:
             raise UsageError(f"the backward pass comes to block {len(self._leaving) - 1} next, not to block {block}")
         last = block == len(self._modules) - 1
         leaving = self._leaving.pop()
+        if block < self._first_trained:
+            self._entering.pop()
+            return
         if not last:
             gradient = self._entering.pop().grad
+            if leaving is None:
+                leaving = self._modules[block](self._entering[block])
             if gradient is None:
                 raise UsageError(f"block {block + 1} makes no use of what block {block} gives it")
             leaving = _Cut.apply(leaving, gradient)  # type: ignore[no-untyped-call]
+        assert leaving is not None  # the last block is not computed again
         with refused_by_name():
             leaving.backward()  # type: ignore[no-untyped-call]
-        if block == 0:
-            self._entering = []
-        tensors = self._layout.blocks[block]
-        self._memory.after_backward(slice(tensors[0].offset, tensors[-1].span.stop))
+        if block == self._first_trained:
+            self._entering = self._entering[:block]
+        if tensors := self._layout.blocks[block]:
+            self._memory.after_backward(slice(tensors[0].offset, tensors[-1].span.stop))
 
     def outputs(self, inputs: torch.Tensor) -> torch.Tensor:
         """Return the model's outputs for these inputs, without keeping anything."""
@@ -210,17 +232,35 @@ def compute_alike() -> None:
 
 
 def layout_of(modules: Sequence[nn.Module]) -> Layout:
-    """Return the layout of the modules' parameters, which may be on the meta device."""
-    return Layout.of([
-        [(f"{number}.{name}", tuple(parameter.shape)) for name, parameter in module.named_parameters()]
-        for number, module in enumerate(modules)
-    ])  # fmt: skip
+    """Return the layout of the modules' trained parameters, which may be on the meta device."""
+    return Layout.of([shapes_in(number, module, trained=True) for number, module in enumerate(modules)])
+
+
+def shapes_in(number: int, module: nn.Module, *, trained: bool) -> Shapes:
+    """Return the names and shapes of the trained parameters of the block of that number, or of the frozen ones."""
+    return tuple(
+        (f"{number}.{name}", tuple(parameter.shape))
+        for name, parameter in module.named_parameters()
+        if parameter.requires_grad is trained
+    )
 
 
 def place(module: nn.Module, tensors: Sequence[Tensor], memory: ReplicaMemory) -> None:
-    """Make the module's parameters views of the flat arrays."""
-    for (name, _), tensor in zip(list(module.named_parameters()), tensors, strict=True):
-        owner, _, leaf = name.rpartition(".")
+    """Make the module's trained parameters views of the flat arrays."""
+    named = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
+    for name, tensor in zip(named, tensors, strict=True):
         parameter = nn.Parameter(memory.device_parameters[tensor.span].view(tensor.shape))
         parameter.grad = memory.device_gradients[tensor.span].view(tensor.shape)
-        setattr(module.get_submodule(owner), leaf, parameter)
+        _put(module, name, parameter)
+
+
+def freeze(module: nn.Module, tensors: Sequence[Tensor], values: torch.Tensor) -> None:
+    """Make the module's frozen parameters views of these values."""
+    named = [name for name, parameter in module.named_parameters() if not parameter.requires_grad]
+    for name, tensor in zip(named, tensors, strict=True):
+        _put(module, name, nn.Parameter(values[tensor.span].view(tensor.shape), requires_grad=False))
+
+
+def _put(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    owner, _, leaf = name.rpartition(".")
+    setattr(module.get_submodule(owner), leaf, parameter)

@@ -17,13 +17,18 @@ import gzip
 import hashlib
 import unicodedata
 from collections.abc import Callable, Sequence
+from copy import copy
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
+import safetensors
+import safetensors.numpy
 import torch
+from msgspec.structs import replace
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -33,9 +38,19 @@ from hcsim.errors import ConfigError, UsageError
 from hcsim.files import file_of
 from hcsim.rng import generator
 from hcsim.runtime.channel import Phantom
-from hcsim.training.layout import Layout
-from hcsim.training.task import Block, Defaults, Flat, Score
-from hcsim.training.tasks.torch_replica import ReplicaMemory, TorchReplica, compute_alike, layout_of, memory_on, place
+from hcsim.training.layout import Layout, initial
+from hcsim.training.task import Block, Defaults, Flat, Score, recomputed
+from hcsim.training.tasks.torch_replica import (
+    Array,
+    ReplicaMemory,
+    TorchReplica,
+    compute_alike,
+    freeze,
+    layout_of,
+    memory_on,
+    place,
+    shapes_in,
+)
 
 SCORED_AT_ONCE = 512
 """Samples evaluated at once, so that memory is bounded."""
@@ -64,14 +79,26 @@ class TorchTask:
     """Classification of inputs: one class for each sample, or one for each position in it."""
 
     phantom = False
+    recompute = False
 
-    def __init__(self, name: str, model: NetworkSpec, training: Dataset, held_out: Dataset, defaults: Defaults) -> None:
+    def __init__(
+        self,
+        name: str,
+        model: NetworkSpec,
+        training: Dataset,
+        held_out: Dataset,
+        defaults: Defaults,
+        base: Path | None = None,
+    ) -> None:
+        """`base` is a saved model with the values of frozen parameters. Without it, they are drawn."""
         self.name = name
         self.defaults = defaults
         self.model = model
         self.training = training
         self.held_out = held_out
         self.blocks: Sequence[Block] = counted(self._on_meta(), training.inputs[:1])
+        self.frozen_layout = Layout.of([block.frozen for block in self.blocks])
+        self.frozen = frozen_values(self.frozen_layout, model.gain, base)
 
     @property
     def samples(self) -> int:
@@ -81,7 +108,7 @@ class TorchTask:
     @cached_property
     def fingerprint(self) -> str:
         digest = hashlib.sha256(repr((self.name, [block.shapes for block in self.blocks])).encode())
-        digest.update(self.training.digest() + self.held_out.digest())
+        digest.update(self.training.digest() + self.held_out.digest() + self.frozen.tobytes())
         return digest.hexdigest()
 
     def replica(self, seed: int, device: str = "cpu") -> TorchReplica:
@@ -89,10 +116,21 @@ class TorchTask:
         replica.initialise(seed, self.model.gain)
         return replica
 
+    def recomputing(self) -> TorchTask:
+        """Return the task with replicas that keep only the inputs of blocks."""
+        twin = copy(self)
+        twin.blocks = recomputed(self.blocks)
+        twin.recompute = True
+        return twin
+
     def replica_in(self, memory: ReplicaMemory) -> TorchReplica:
         """Return a model over these arrays, with their present values."""
-        data = (self.training.inputs, self.training.targets)
-        return TorchReplica(self._on_meta(), cross_entropy, data, memory)
+        data, modules = (self.training.inputs, self.training.targets), self._on_meta()
+        if self.frozen_layout.length:
+            values = torch.from_numpy(self.frozen).to(memory.device)
+            for module, tensors in zip(modules, self.frozen_layout.blocks, strict=True):
+                freeze(module, tensors, values)
+        return TorchReplica(modules, cross_entropy, data, memory, recompute=self.recompute)
 
     def score(self, parameters: Flat) -> Score:
         if isinstance(parameters, Phantom):
@@ -123,23 +161,61 @@ def cross_entropy(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(outputs.reshape(-1, outputs.shape[-1]), targets.reshape(-1))
 
 
+def frozen_values(layout: Layout, gain: float, base: Path | None) -> Array:
+    """Return the values of frozen parameters: those of a saved model, or values that are the same everywhere."""
+    values: Array = np.zeros(layout.length, np.float32)
+    if base is None:
+        for tensor in layout.tensors:
+            tensor.view(values)[...] = initial(SPLIT_SEED, tensor, gain)
+        return values
+    try:
+        saved = safetensors.numpy.load_file(base)
+    except (OSError, safetensors.SafetensorError) as error:
+        raise ConfigError(f"base = {base}: this is no model that can be read ({error})") from None
+    for tensor in layout.tensors:
+        found = saved.get(tensor.name)
+        if found is None or found.shape != tensor.shape or found.dtype != np.float32:
+            there = "missing" if found is None else f"{found.dtype} {list(found.shape)}"
+            raise ConfigError(f"base = {base}: {tensor.name} is {there}, but is to be float32 {list(tensor.shape)}")
+        tensor.view(values)[...] = found
+    return values
+
+
 def counted(modules: Sequence[nn.Module], sample: torch.Tensor) -> tuple[Block, ...]:
     """Return the cost of each block for one sample.
 
     Does not use torch's `FlopCounterMode` and meta device: they import its compiler, which takes as long as torch
     itself."""
     compute_alike()
-    layout = layout_of(modules)
-    memory = memory_on("cpu", layout.length)
-    flowing, blocks = sample, []
-    for number, (module, tensors) in enumerate(zip(modules, layout.blocks, strict=True)):
-        place(module, tensors, memory)
+    frozen = [shapes_in(number, module, trained=False) for number, module in enumerate(modules)]
+    layouts = layout_of(modules), Layout.of(frozen)
+    memory = memory_on("cpu", layouts[0].length)
+    values = torch.zeros(layouts[1].length)
+    flowing, blocks = sample, list[Block]()
+    trained = False
+    for number, module in enumerate(modules):
+        place(module, layouts[0].blocks[number], memory)
+        freeze(module, layouts[1].blocks[number], values)
         with _Apart(), _Counter() as count, torch.no_grad():
-            flowing = module(flowing)
-        shapes = tuple((tensor.name, tensor.shape) for tensor in tensors)
+            leaving = module(flowing)
+        shapes = tuple((tensor.name, tensor.shape) for tensor in layouts[0].blocks[number])
+        backward_flops = _backward_flops(module, flowing, trained=trained) if values.numel() else None
         # What is written is read again once.
-        blocks.append(Block(f"{number}", shapes, float(count.flops), 2.0 * count.nbytes, count.kernels))
+        block = Block(f"{number}", shapes, float(count.flops), 2.0 * count.nbytes, count.kernels)
+        blocks.append(replace(block, frozen=frozen[number], backward_flops=backward_flops))
+        flowing, trained = leaving, trained or bool(shapes)
     return tuple(blocks)
+
+
+def _backward_flops(module: nn.Module, entering: torch.Tensor, *, trained: bool) -> float:
+    """Count the FLOPs of a backward pass; `trained` says whether there is one through the block before."""
+    with _Apart():
+        leaving = module(entering.detach().requires_grad_(trained))
+    if not leaving.requires_grad:
+        return 0.0
+    with _Counter() as count:
+        leaving.sum().backward()
+    return float(count.flops)
 
 
 class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -286,8 +362,43 @@ class Layer(nn.Module):
         return attended.transpose(1, 2).reshape(samples, places, WIDTH)
 
 
-def text() -> TorchTask:
-    """Return the text task: samples are sections of the text, and the labels are its next characters."""
+class AdaptedLinear(nn.Linear):
+    """A product with a low-rank adapter beside it (Hu et al., https://arxiv.org/abs/2106.09685)."""
+
+    def __init__(self, whole: nn.Linear, rank: int) -> None:
+        super().__init__(whole.in_features, whole.out_features)
+        self.lora_a = nn.Parameter(torch.empty(rank, whole.in_features))
+        self.lora_b = nn.Parameter(torch.empty(whole.out_features, rank))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        thin = nn.functional.linear(x, self.lora_a)
+        return super().forward(x) + nn.functional.linear(thin, self.lora_b)
+
+
+def adapted(modules: Sequence[nn.Module], rank: int, products: Sequence[str]) -> Sequence[nn.Module]:
+    """Give adapters to these products of each layer, and freeze everything else."""
+    for layer in modules:
+        for name in products if isinstance(layer, Layer) else ():
+            setattr(layer, name, AdaptedLinear(getattr(layer, name), rank))
+        for name, parameter in layer.named_parameters():
+            parameter.requires_grad_("lora_" in name)
+    return modules
+
+
+PRODUCTS = ("heads", "joined", "up", "down")
+"""Of a layer; "heads" are queries, keys and values together."""
+
+
+def text(name: str, rank: int, matrices: str, base: Path | None) -> TorchTask:
+    """Return the text task: samples are sections of the text, and the labels are its next characters.
+
+    With a rank, adapters of these matrices are trained."""
+    products = PRODUCTS if matrices == "all" else tuple(matrices.split("+"))
+    for each in products:
+        if each not in PRODUCTS:
+            raise ConfigError(f'task "{name}": there is no matrix "{each}"; known: {", ".join(PRODUCTS)}, or all')
+    if base is not None and not rank:
+        raise ConfigError(f'task "{name}": a base is for adapters: give lora, their rank')
     written = unicode_names()
     alphabet = sorted(frozenset(written))
     codes = np.searchsorted(np.array(alphabet), np.array(list(written))).astype(np.int64)
@@ -298,8 +409,9 @@ def text() -> TorchTask:
 
     def modules() -> Sequence[nn.Module]:
         head = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, len(alphabet)))
-        return [Embedding(len(alphabet)), *(Layer() for _ in range(LAYERS)), head]
+        whole = [Embedding(len(alphabet)), *(Layer() for _ in range(LAYERS)), head]
+        return adapted(whole, rank, products) if rank else whole
 
     training = Dataset(as_tensor(inputs[:cut]), as_tensor(targets[:cut]))
     held_out = Dataset(as_tensor(inputs[cut:]), as_tensor(targets[cut:]))
-    return TorchTask("text", NetworkSpec(modules, 1.0), training, held_out, Defaults(lr=0.1, momentum=0.9, batch=8))
+    return TorchTask(name, NetworkSpec(modules, 1.0), training, held_out, Defaults(lr=0.1, momentum=0.9, batch=8), base)

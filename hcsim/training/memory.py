@@ -1,0 +1,165 @@
+"""How much memory a rank needs to train: a model, from the shapes of the task and the settings alone.
+
+    weights       as they are computed with, frozen ones too; float32, or bfloat16
+    gradients     of what is trained
+    optimizer     the momentum of SGD, or both moments of AdamW; a float32 copy of bfloat16 weights
+    activations   at the worst moment of the backward pass, see `activation_bytes`
+    strategy      what the strategy holds besides: anchors, changes, an outer momentum, a server's pushes
+    compression   residuals, factors that are remembered, and payloads
+    exchange      what collectives keep and receive into
+    checkpoint    a copy of the state, and the file that is made of it
+    framework     Python, torch and this package
+
+A strategy says which share of each kind a rank holds (`Held`), so that one that shards needs no change here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Literal
+
+import msgspec
+
+from hcsim.collectives.buffers import KEPT_BYTES
+from hcsim.compressors.base import Compressor, PayloadKind
+from hcsim.compressors.cast import Dense
+from hcsim.compressors.feedback import ErrorFeedback
+from hcsim.compressors.powersgd import PowerSGD
+from hcsim.config.training import Training
+from hcsim.training.layout import FLOAT_BYTES, Layout
+from hcsim.training.precision import compressor_of
+from hcsim.training.task import Block, Task
+
+FRAMEWORK_BYTES = 300 << 20
+"""What a process occupies that has imported this package and torch, and has trained nothing (`python -m
+experiments.memory` measures it)."""
+
+
+class Held(msgspec.Struct, frozen=True):
+    """What a strategy makes a rank hold; shares are of the whole model's."""
+
+    weights: float = 1.0
+    gradients: float = 1.0
+    optimizer: float = 1.0
+    activations: float = 1.0
+    """Less where a rank computes some of the blocks only."""
+    copies: float = 0.0
+    """Further float32 arrays as large as all that is trained."""
+    payloads: float = 0.0
+    """Further encoded gradients."""
+    computes: Literal["own", "all", "nothing"] = "own"
+    """The batches that the rank computes with."""
+
+
+class MemoryNeed(msgspec.Struct, frozen=True):
+    """The bytes that a rank needs at its worst moment."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+    strategy: int
+    compression: int
+    exchange: int
+    checkpoint: int
+    framework: int = FRAMEWORK_BYTES
+
+    @property
+    def parts(self) -> dict[str, int]:
+        return msgspec.structs.asdict(self)
+
+    @property
+    def total(self) -> int:
+        return sum(self.parts.values())
+
+
+class Place(msgspec.Struct, frozen=True):
+    """Where training takes place."""
+
+    ranks: int
+    samples: int
+    """That the rank computes with at once."""
+    saves: bool = False
+    """Whether the rank saves checkpoints."""
+    mirrored: bool = False
+    """Whether the device has memory of its own (or MPS, which is used as if it had): weights and gradients are there
+    and on the host."""
+
+
+def memory_need(task: Task, settings: Training, held: Held, place: Place) -> MemoryNeed:
+    """Return what a rank needs to train the task, which is as its settings want it (`precision.prepared`)."""
+    blocks = task.blocks
+    layout = Layout.of([block.shapes for block in blocks], blocks[0].element_bytes)
+    trained = layout.length
+    weights = sum(block.element_bytes * (block.length + block.frozen_length) for block in blocks)
+    state = _optimizer_bytes(settings, layout) * trained
+    copies = 2 if place.mirrored else 1
+    compressor = compressor_of(settings, 0, 0)
+    payload = sum(compressor.size_bytes(tensor.shape) for tensor in layout.tensors)
+    strategy = held.copies * FLOAT_BYTES * trained + held.payloads * payload
+    alone = place.ranks == 1
+    return MemoryNeed(
+        weights=round(copies * held.weights * weights),
+        gradients=round(copies * held.gradients * layout.size_bytes),
+        optimizer=round(held.optimizer * state),
+        activations=round(held.activations * activation_bytes(blocks, place.samples)) if place.samples else 0,
+        strategy=round(strategy),
+        compression=0 if alone else compression_bytes(compressor, layout, place.ranks),
+        exchange=0 if alone else _exchange_bytes(layout, settings),
+        checkpoint=2 * (layout.size_bytes + state) if place.saves else 0,
+    )
+
+
+def activation_bytes(blocks: Sequence[Block], samples: int) -> int:
+    """Return what activations and their gradients occupy at most, in both passes over so many samples.
+
+    What a block keeps is released by its backward pass. That of a block needs what all blocks before it keep, its own,
+    and the gradients of its activations; or those of its weights, each of which is there once more until it is added to
+    the others. A block that is computed again keeps its input until then."""
+    before_bytes = most_bytes = 0.0
+    for block in blocks:
+        entering, kept, working = _activations(block)
+        own_bytes = samples * kept if block.is_trained else 0.0
+        gradient_bytes = block.element_bytes * max((prod(shape) for _, shape in block.shapes), default=0)
+        most_bytes = max(most_bytes, before_bytes + own_bytes + max(samples * working, float(gradient_bytes)))
+        before_bytes += samples * entering if block.recompute else own_bytes
+    return round(most_bytes)
+
+
+def _activations(block: Block) -> tuple[float, float, float]:
+    """Return what enters, what is kept, and the gradients, in bytes for one sample."""
+    if block.activations is None:
+        written = block.moved_bytes / 2
+        return 0.0, written, 0.0
+    return block.activations.entering_bytes, block.activations.kept_bytes, block.activations.working_bytes
+
+
+def _optimizer_bytes(settings: Training, layout: Layout) -> int:
+    """Return the bytes of each trained element's state."""
+    arrays = 2 if settings.optimizer == "adamw" else int(settings.momentum != 0)
+    return FLOAT_BYTES * (arrays + (layout.element_bytes < FLOAT_BYTES))
+
+
+def compression_bytes(compressor: Compressor, layout: Layout, ranks: int) -> int:
+    """Return what compression holds while all gradients are in flight."""
+    if isinstance(compressor, Dense):
+        return 0
+    inner = compressor.inner if isinstance(compressor, ErrorFeedback) else compressor
+    payload = sum(compressor.size_bytes(tensor.shape) for tensor in layout.tensors)
+    # A payload's memory is kept for the next step. It is joined with others; what arrives is as much, or is of all.
+    total = payload * (2 + (ranks if inner.kind is PayloadKind.SPARSE else 1))
+    if isinstance(compressor, ErrorFeedback):
+        # The residual, and the next one, until its step is committed; what was lost, until it is known of all parts.
+        arrays = 3 if inner.kind is PayloadKind.QUANTISED else 2
+        total += arrays * FLOAT_BYTES * layout.length
+    if isinstance(inner, PowerSGD):
+        factors = (inner.round_bytes(tensor.shape) for tensor in layout.tensors)
+        total += 2 * sum(rounds[1] for rounds in factors if len(rounds) > 1)
+    return total
+
+
+def _exchange_bytes(layout: Layout, settings: Training) -> int:
+    """Return the scratch memory of collectives: what is kept, and a bucket that is received before it is added."""
+    largest = max(bucket.size_bytes for bucket in layout.buckets(settings.bucket_bytes))
+    return KEPT_BYTES + largest

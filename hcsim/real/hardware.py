@@ -299,6 +299,11 @@ class RealClock:
             self._limits = _Limits(loop)
         return _Limit(self._limits, seconds)
 
+    def postpone(self, limit: Limit, seconds: float) -> None:
+        """See `runtime.clock.Clock.postpone`."""
+        if isinstance(limit, _Limit):  # any other is due at once, or never
+            limit.postpone(seconds)
+
 
 class _Limits:
     """The time limits of one event loop, behind one timer.
@@ -320,6 +325,11 @@ class _Limits:
 
     def remove(self, limit: _Limit) -> None:
         self._due_s.pop(limit, None)
+
+    def postpone(self, limit: _Limit, due_s: float) -> None:
+        """Let the limit end no earlier than that; the timer, set for an earlier time, is then set again."""
+        if limit in self._due_s:
+            self._due_s[limit] = max(self._due_s[limit], due_s)
 
     def _set(self, due_s: float) -> None:
         if self._timer is not None:
@@ -367,6 +377,9 @@ class _Limit:
 
     def expired(self) -> bool:
         return self._expired
+
+    def postpone(self, seconds: float) -> None:
+        self._limits.postpone(self, self._limits.loop.time() + seconds)
 
     def expire(self) -> None:
         self._expired = True

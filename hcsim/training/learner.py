@@ -14,6 +14,7 @@ from msgspec.structs import replace
 
 from hcsim.runtime.channel import Phantom
 from hcsim.runtime.host import Host, Work
+from hcsim.training.device_pace import DevicePace
 from hcsim.training.optimizer import Optimizer, clip, update_work
 from hcsim.training.task import Flat, Indices, Task, backward_work, forward_work
 
@@ -27,13 +28,15 @@ class TimeAccounting:
     def __init__(self, host: Host) -> None:
         self._clock = host.clock
         self.seconds = dict.fromkeys(("compute", "encode", "exchange"), 0.0)
+        self.pace = DevicePace(host.clock)
 
     @contextmanager
     def spent_on(self, what: str) -> Iterator[None]:
         """Account the time that passes in this block."""
         start_s = self._clock.elapsed()
         try:
-            yield
+            with self.pace.waiting() if what == "exchange" else self.pace.work():
+                yield
         finally:
             self.seconds[what] += self._clock.elapsed() - start_s
 

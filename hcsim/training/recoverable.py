@@ -30,15 +30,16 @@ local_sgd, diloco   every member takes H steps of its own. Then they average the
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple, Protocol, TypeAlias, cast
 
 import numpy as np
 
+from hcsim.collectives.failure_domain import TOLD
 from hcsim.collectives.group import Group
 from hcsim.compressors.base import Array
-from hcsim.errors import UsageError
+from hcsim.errors import CollectiveError, UsageError
 from hcsim.runtime.channel import Phantom
 from hcsim.training.aggregation import Aggregator
 from hcsim.training.layout import Bucket
@@ -202,7 +203,7 @@ class Periodic(Recoverable):
             end = min((start // self._every + 1) * self._every, run.settings.steps)
             self._samples = self._samples or [0] * run.group.size
             for step in range(self._step, end):
-                self._loss = await run.learner.gradients(run.batches.batch(step, run.group.rank))
+                self._loss = await run.learner.gradients(run.batches.batch(step, run.group.rank), stops_with(run.group))
                 await run.update(step)
                 self._samples = [sum(pair) for pair in zip(self._samples, run.batches.counts(step), strict=True)]
                 self._step = step + 1
@@ -272,6 +273,16 @@ class _StepExchange:
     async def done(self) -> None:
         """Return when all gradients are averages."""
         await _all_of(self._pending, self._run, self._step)
+
+
+def stops_with(group: Group) -> Callable[[int], Awaitable[None]]:
+    """Return what ends a local step once its group has: the others wait for this rank in the next view."""
+
+    async def check(block: int) -> None:
+        if group.error is not None:
+            raise CollectiveError(str(group.error), peer=getattr(group.error, "peer", None), phase=TOLD)
+
+    return check
 
 
 async def _all_of(totals: Sequence[asyncio.Future[None]], run: Run, step: int) -> None:

@@ -187,6 +187,12 @@ class Run:
         self._sent_before = group.wire_bytes - self.sent_bytes + self.other_sent_bytes
         self.group, self.batches, self.compressor = group, batches, compressor
 
+    def keep_alive(self) -> None:
+        """Tell the other ranks while this one computes, so that they wait for it however slow it is."""
+        pace = self.learner.ledger.pace
+        pace.begin()
+        self.group.keep_alive(partial(pace.computes, self.settings.timeout_s))
+
     def steps(self) -> Iterator[int]:
         """Yield the remaining steps, each until it is done."""
         while self.step < self.settings.steps and not self.commit.ends:
@@ -266,6 +272,9 @@ class Run:
 
     async def _evaluate(self) -> Score | None:
         before_s = self.group.host.clock.elapsed()
-        score = await self.group.host.device.run(_NO_WORK, partial(self.task.score, self.learner.replica.parameters))
+        with self.learner.ledger.pace.work():
+            score = await self.group.host.device.run(
+                _NO_WORK, partial(self.task.score, self.learner.replica.parameters)
+            )
         self._evaluating_s += self.group.host.clock.elapsed() - before_s
         return score

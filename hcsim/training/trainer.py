@@ -50,6 +50,11 @@ class Trainer:
         return Learner(self.host, self.task, optimizer(self.settings), self.seed)
 
     @property
+    def is_busy_as_usual(self) -> bool:
+        """Whether this rank's device is known to work."""
+        return "learner" in vars(self) and self.learner.ledger.pace.is_busy_as_usual()
+
+    @property
     def has_begun(self) -> bool:
         return self._run is not None
 
@@ -80,6 +85,7 @@ async def train(
     batches = Batches.of(us.task, _batch_sizes(us.settings, group.size), seed)
     run = us.enter(group, batches, make(us.settings.compressor, seed=seed, rank=group.rank))
     run.observer = observer
+    run.keep_alive()
     await method.train(run)
     if observer is not None:
         observer.finished(run)

@@ -98,6 +98,7 @@ class ReplicatedMember(ElasticMember):
         if self._by_links and self.source.ways is not None:
             await follow_links(group, view, self.source.ways)
         run = self.run
+        run.keep_alive()
         self.began(view, run.step)
         if self.checkpoints is not None:
             self._due = self.checkpoints.after(run.step)

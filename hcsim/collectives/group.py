@@ -183,7 +183,8 @@ class Group:
     def keep_alive(self, computes: Callable[[], bool]) -> None:
         """Tell the other ranks, while `computes()` is true, that this one computes and will come to its next operation:
         so what waits for it does not time out. See `hcsim.collectives.keep_alive`."""
-        self._domain.notices.keep_sending(computes, self._timeout_s)
+        if self._domain.error is None:
+            self._domain.notices.keep_sending(computes, self._timeout_s)
 
     def fail(self, reason: str | CollectiveError, peer: int | None = None) -> None:
         """End the group on all ranks, for a reason that it cannot detect itself."""

@@ -190,6 +190,13 @@ class RealDevice:
 
         return work
 
+    def predict_s(self, work: Work) -> float | None:
+        """See `runtime.host.Device.predict_s`. Profiles are those of Macs' graphics processors."""
+        name = self.chip.name.removeprefix("Apple ")
+        if self._name != "mps" or name not in CATALOGUE:
+            return None
+        return seconds(CATALOGUE.named(name), work)
+
     async def run(self, work: Work, function: Callable[[], T], into: memoryview | None = None) -> T:
         """Call the function. The simulated cost of the work and `into` are ignored here."""
         return await asyncio.get_running_loop().run_in_executor(self._worker, function)
@@ -230,6 +237,10 @@ class SleepingDevice(RealDevice):
     def exercise(self, kind: Literal["matmul", "axpy"], size: int) -> Callable[[], object]:
         """Return a function that does nothing; only the duration of the work counts."""
         return lambda: None
+
+    def predict_s(self, work: Work) -> float | None:
+        """See `runtime.host.Device.predict_s`."""
+        return seconds(self._machine, work)
 
     async def run(self, work: Work, function: Callable[[], T], into: memoryview | None = None) -> T:
         """Call the function, and return when the machine would have done the work."""

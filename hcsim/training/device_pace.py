@@ -3,9 +3,10 @@
 A device that hangs, or that has become a thousand times as slow, cannot be told from a slow one but by its own past.
 So two durations are compared with the longest so far: that of a piece of work (a forward pass, the backward pass of a
 block, an update, an evaluation), and that of a phase, from one exchange to the next. What takes `STUCK` times as long
-is stuck. Both may always take half of the others' time limit: they then give this rank up after one time limit, as if
-it had never spoken. The first piece has no past, and compiles kernels; it may take `FIRST` time limits. The first
-phase may take as long as its pieces go on.
+is stuck. Both may always take a quarter of the others' time limit, before which nothing is told: they then give this
+rank up after one time limit, as if it had never spoken. The first piece has no past: it is compared with the whole step
+that the machine's profile predicts, or may take `FIRST` time limits if no profile is known. The first phase may take as
+long as its pieces go on.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from hcsim.runtime.clock import Clock
 
 STUCK = 10.0
 FIRST = 20.0
-_SHORT = 0.5
-"""How long any piece of work may take, as a share of the time limit."""
+_SHORT = 1 / NOTICES
+"""How long any piece or phase may take, as a share of the time limit."""
 
 
 class DevicePace:
@@ -32,12 +33,14 @@ class DevicePace:
         self._waiting = 0
         self._longest_s: float | None = None
         self._longest_phase_s: float | None = None
+        self._expected_s: float | None = None
         self._moved_s = self._began_s = clock.elapsed()
         """When a piece last began on an idle device, or ended; and when the phase began."""
 
-    def begin(self) -> None:
-        """Begin a phase that no exchange precedes."""
+    def begin(self, step_s: float | None) -> None:
+        """Begin a phase that no exchange precedes; a step takes so long by the machine's profile, if it is known."""
         self._began_s = self._clock.elapsed()
+        self._expected_s = step_s
 
     @contextmanager
     def work(self) -> Iterator[None]:
@@ -72,7 +75,8 @@ class DevicePace:
         since_s = self._moved_s if self._waiting else self._began_s  # encoding is part of an exchange
         if (self._waiting and not self._running) or now_s - since_s < timeout_s / NOTICES:
             return False
-        piece_s = FIRST * timeout_s if self._longest_s is None else STUCK * self._longest_s
+        known_s = self._expected_s if self._longest_s is None else self._longest_s
+        piece_s = FIRST * timeout_s if known_s is None else STUCK * known_s
         phase_s = inf if self._longest_phase_s is None else STUCK * self._longest_phase_s
         short_s = _SHORT * timeout_s
         return now_s - self._moved_s <= max(short_s, piece_s) and now_s - since_s <= max(short_s, phase_s)

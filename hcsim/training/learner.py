@@ -72,6 +72,17 @@ class Learner:
                 await ready(block)
         return loss
 
+    def predicted_s(self, samples: int) -> float | None:
+        """Return how long a step with so many samples takes by the profile of this machine, if it is known."""
+        backward = [backward_work(block, samples) for block in self.task.blocks]
+        times_s = map(self.host.device.predict_s, (forward_work(self.task, samples), *backward, self._update_work))
+        total_s = 0.0
+        for time_s in times_s:
+            if time_s is None:
+                return None
+            total_s += time_s
+        return total_s
+
     async def clip(self, max_norm: float | None) -> None:
         """Clip the gradients in place; do nothing if `max_norm` is None."""
         if max_norm is not None:

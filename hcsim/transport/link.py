@@ -67,7 +67,8 @@ class Link:
     __slots__ = (
         "_attentive", "_belts", "_early", "_early_bytes", "_error", "_loop", "_our_epoch", "_posted", "_pumps",
         "_sought", "_spare", "_stripes_open", "_turn", "_wanted", "channels", "closed", "leaving", "on_abort",
-        "on_computing", "on_failure", "on_stray", "peer_rank", "received_bytes", "received_frames", "sent_bytes", "sent_frames",
+        "on_computing", "on_failure", "on_stray", "peer_rank", "received_bytes", "received_frames", "sent_bytes",
+        "sent_frames",
     )  # fmt: skip
 
     def __init__(

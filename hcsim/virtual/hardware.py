@@ -134,6 +134,10 @@ class VirtualDevice:
         """Return a function that does nothing; only the duration of the work counts."""
         return lambda: None
 
+    def predict_s(self, work: Work) -> float | None:
+        """See `runtime.host.Device.predict_s`: what the machine does at full speed, whatever faults slow it down."""
+        return seconds(self._machine, work, times=self._times)
+
     async def run(self, work: Work, function: Callable[[], T], into: memoryview | None = None) -> T:
         """See `runtime.host.Device.run`."""
         self._waited_s = 0.0

@@ -25,6 +25,7 @@ def method(strategy: str, compressor: str = "none") -> str:
     if name == "parameter_server":
         words = f"{words}, {_server_words(setting)}"
     elif setting:
+        setting = setting.replace("pace=speed", "by speed")
         words = f"{words} {setting.replace(',', ', ').replace('=', ' ')}"
     return words if compressor == "none" else f"{words}, {compressor_words(compressor)}"
 

@@ -18,7 +18,7 @@ from hcsim.config.training import Training
 from hcsim.errors import CompressionError, ConfigError
 from hcsim.launch.virtual import Outcome, simulate
 from hcsim.training.layout import FLOAT_BYTES
-from hcsim.training.run import Report
+from hcsim.training.run import Report, leading
 from hcsim.training.strategies import DiLoCo, LocalSgd, strategy
 from hcsim.training.task import Task
 from hcsim.training.tasks import task
@@ -51,33 +51,31 @@ def trained(cell: Train) -> Result:
         # Training came to nothing, which is a result.
         return Result(diverged=True, batch=global_batch, **fingerprints(scenario, outcome.trace_sha256))
     reports = _reports(outcome, cell)
-    # The first rank's last step: what comes after is parting.
-    steps, total_s = reports[0].steps, reports[0].points[-1].time_s
+    lead = leading(reports)
+    # The last step: what comes after is parting.
+    steps, total_s = lead.steps, lead.points[-1].time_s
     if total_s > failing_until_s:
         raise ConfigError(
             f"failures_per_hour = {cell.failures_per_hour:g}: the run took {total_s:.3g} s, and failures were drawn "
             f"for {failing_until_s:.3g} s ({MOST} of one node are the most); take fewer steps, or a lower rate"
         )
-    points = _evaluated(reports[0])
+    points = _evaluated(lead)
     last = points[-1] if points else None
     return Result(
         steps=steps,
-        step_s=round(_step_s(reports[0], period(cell.strategy)), 9),
+        step_s=round(_step_s(lead, period(cell.strategy)), 9),
         total_s=round(total_s, 9),
         step_sent_bytes=max(report.sent_bytes for report in reports) / steps,
         payload_share=_payload_bytes(cell, what) / size_bytes,
         final_loss=last.loss if last else None,
         final_accuracy=last.accuracy if last else None,
         time_to_target_s=_time_to_target_s(points, cell.target_loss),
-        samples_per_s=steps * global_batch / total_s,
-        **{
-            f"{purpose}_s": round(max(report.spent_s[purpose] for report in reports), 9)
-            for purpose in reports[0].spent_s
-        },
+        samples_per_s=_samples(lead, cell, global_batch) / total_s,
+        **{f"{purpose}_s": round(max(report.spent_s[purpose] for report in reports), 9) for purpose in lead.spent_s},
         batch=global_batch,
         lost_ranks=len(outcome.results) - len(reports),
         points=points,
-        parameters_sha256=reports[0].sha256,
+        parameters_sha256=lead.sha256,
         **fingerprints(scenario, outcome.trace_sha256),
     )
 
@@ -88,7 +86,8 @@ def step_s(cell: Train, scenario: Scenario) -> float:
     chosen = failing(scenario, cell.failure, cell.failures_per_hour, cell.failure_s, LONGEST_S, cell.seed)
     place = msgspec.structs.replace(cluster(cell.link, cell.world, cell.variant), scenario=chosen.scenario)
     reports = _reports(_simulated(cell, place, shapes_of(task(cell.task))), cell)
-    return reports[0].points[-1].time_s if cell.failures_per_hour else _step_s(reports[0], period(cell.strategy))
+    lead = leading(reports)
+    return lead.points[-1].time_s if cell.failures_per_hour else _step_s(lead, period(cell.strategy))
 
 
 def _simulated(cell: Train, place: Cluster, what: Task) -> Outcome[Report]:
@@ -104,6 +103,13 @@ def _simulated(cell: Train, place: Cluster, what: Task) -> Outcome[Report]:
 
 def _size_bytes(what: Task) -> int:
     return FLOAT_BYTES * sum(math.prod(shape) for block in what.blocks for _, shape in block.shapes)
+
+
+def _samples(report: Report, cell: Train, global_batch: int) -> int:
+    """Return how many samples all ranks have learned from; where each keeps its own pace, a step has fewer."""
+    if getattr(strategy(cell.strategy), "pace", "alike") == "alike":
+        return report.steps * global_batch
+    return sum(point.samples for point in report.points)
 
 
 def _reports(outcome: Outcome[Report], cell: Train) -> list[Report]:

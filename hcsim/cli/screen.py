@@ -196,9 +196,12 @@ def training_report(settings: Training, where: str, reports: Sequence[Report]) -
     say(f"{settings.task} by {settings.strategy}, compressor {settings.compressor}, {where}")
     if not reports:
         return
-    looks = [point for point in reports[0].points if point.score is not None]
+    from hcsim.training.run import leading
+
+    lead = leading(reports)
+    looks = [point for point in lead.points if point.score is not None]
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for heading in ("step", "time", "training loss", "held-out loss", "accuracy", "sent by rank 0"):
+    for heading in ("step", "time", "training loss", "held-out loss", "accuracy", f"sent by rank {lead.rank}"):
         table.add_column(heading, justify="right", no_wrap=True)
     for point in looks:
         assert point.score is not None
@@ -212,7 +215,17 @@ def training_report(settings: Training, where: str, reports: Sequence[Report]) -
     before = slowest.points[0].step - 1 if slowest.points else 0  # a checkpoint's, or the others'
     each = slowest.duration_s / max(1, slowest.steps - before)
     steps = f"steps {before + 1} to {slowest.steps}" if before else f"{slowest.steps} steps"
-    say(f"{steps} in {duration(slowest.duration_s)}, {duration(each)} each")
+    rate = ""
+    if isinstance(settings.batch, str) or "pace=" in settings.strategy:  # steps of these cannot be compared with others
+        rate = f", {sum(point.samples for point in lead.points) / slowest.duration_s:.4g} samples a second"
+    say(f"{steps} in {duration(slowest.duration_s)}, {duration(each)} each{rate}")
+    shares = [(report.rank, report.share) for report in reports if report.share is not None]
+    if shares:
+        each_rank = ", ".join(f"rank {rank} {share.samples}" for rank, share in shares)
+        say(f"samples in a step, at the end: {each_rank}")
+    if any(share.every > 1 for _, share in shares):
+        each_rank = ", ".join(f"rank {rank} {share.steps}" for rank, share in shares)
+        say(f"steps of {shares[0][1].every}, at the end: {each_rank}")
     say(f"of it on rank {slowest.rank}, waiting included: {spent}; they may overlap")
     busiest = max(reports, key=lambda report: report.sent_bytes)
     who = "the busiest rank" if len(reports) > 1 else f"rank {busiest.rank}"

@@ -258,9 +258,12 @@ def _as_written(text: str, kind: Any) -> object:
     except (msgspec.DecodeError, ValueError, RecursionError):
         value = text
     accepted = _accepted(kind)
-    if isinstance(value, accepted):
-        return value
     lists = [one for one in _each(kind) if isinstance(one, kinds.VarTupleType)]
+    is_word = (
+        not lists or "," not in text or any(isinstance(one, kinds.StrType) and not one.pattern for one in _each(kind))
+    )
+    if isinstance(value, accepted) and (is_word or not isinstance(value, str)):
+        return value
     if lists and ("," in text or accepted == (list,)):
         return [_as_written(part.strip(), lists[0].item_type) for part in text.split(",")]
     return text if str in accepted else value

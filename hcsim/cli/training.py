@@ -16,8 +16,8 @@ from hcsim.errors import ConfigError
 from hcsim.launch.virtual import Outcome, simulate_training
 from hcsim.runtime.channel import Phantom
 from hcsim.training.model_file import load_model, save_model
-from hcsim.training.run import Point, Report, Run
-from hcsim.training.strategies import check_training
+from hcsim.training.run import Point, Report, Run, leading
+from hcsim.training.strategies import SingleMachine, check_training, strategy
 from hcsim.training.tasks import task
 from hcsim.training.trainer import train
 from hcsim.transport.groups import Wire
@@ -25,21 +25,22 @@ from hcsim.twin.prediction import PredictedRun
 
 
 class ConsoleReporter:
-    """Shows the first rank's progress, and saves its model at the end."""
+    """Shows the first rank's progress, or that of the only one that trains, and saves the model at the end."""
 
-    def __init__(self, progress: screen.ProgressLine, save: Path | None) -> None:
+    def __init__(self, progress: screen.ProgressLine, save: Path | None, *, one_trains: bool = False) -> None:
         self._progress = progress
         self._save = save
+        self._one_trains = one_trains
 
     def point(self, rank: int, point: Point) -> None:
         """Show a rank's progress."""
-        if rank == 0:
+        if rank == 0 or self._one_trains:
             self._progress.point(point)
 
     def finished(self, run: Run) -> None:
         """Save the model of a rank that has finished."""
         parameters = run.learner.replica.parameters
-        if self._save is not None and run.group.rank == 0 and not isinstance(parameters, Phantom):
+        if self._save is not None and run.group.rank == run.lead and not isinstance(parameters, Phantom):
             settings = run.settings
             about = {"strategy": settings.strategy, "compressor": settings.compressor, "steps": str(settings.steps)}
             save_model(self._save, run.task, parameters, about)
@@ -57,7 +58,8 @@ def train_virtual(
     """Train a simulated cluster and show the outcome. Return whether all ranks finished."""
     check(settings, len(scenario.nodes), len(scenario.homes), save)
     with screen.ProgressLine("step", settings.steps) as progress, recording(files) as record:
-        onlooker = ConsoleReporter(progress, save)
+        one_trains = isinstance(strategy(settings.strategy), SingleMachine)
+        onlooker = ConsoleReporter(progress, save, one_trains=one_trains)
         outcome = simulate_training(scenario, settings, wire=wire, sink=record.sink, observer=onlooker)
         record.keep(outcome.metrics)
     healthy = tell_outcome(scenario, settings, "rank", outcome, PredictedRun(settings, wire), bands)
@@ -73,7 +75,7 @@ def tell_outcome(
     reports = [result for result in outcome.results if isinstance(result, Report)]
     screen.training_report(settings, f"{screen.counted(len(names), each)}, {scenario.name}", reports)
     if reports:
-        show_uncertainty(scenario, run, reports[0].points, outcome.events, bands)
+        show_uncertainty(scenario, run, leading(reports).points, outcome.events, bands)
     healthy = tell_failures(names, outcome.results)
     tell_fingerprint(outcome)
     return healthy
@@ -102,6 +104,8 @@ def train_real(
             device = asyncio.run(fastest_device(settings, progress.news))
         report, where = asyncio.run(_train(settings, seed, place, wire, device, progress, save))
     screen.training_report(settings, f"rank {rank} of {ranks}, {where}", [report])
+    if save is not None and not report.points:
+        screen.note("not saved: another rank is faster, and has trained alone")
     if twin is not None and rank == 0:
         names = names_of_peers(place.peers, host_name())
         compare(twin, MeasuredRun(settings, seed, wire, names, rank, device, report.points))

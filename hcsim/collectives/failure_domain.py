@@ -15,9 +15,11 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from hcsim.collectives.buffers import ScratchPool
+from hcsim.collectives.keep_alive import ComputeNotices
 from hcsim.collectives.mismatch import MismatchDetector, watch
 from hcsim.collectives.operation import POINT_TO_POINT, RECEIVING, Operation, OperationId, OperationMetrics
 from hcsim.errors import ChannelError, CollectiveError, CollectiveTimeout, HcsimError, RemoteProtocolError
+from hcsim.runtime.clock import Limit
 from hcsim.runtime.frame import Header, Kind
 from hcsim.transport.groups import culprit_in
 from hcsim.transport.link import Link
@@ -60,6 +62,9 @@ class FailureDomain:
         """The time when the last operation ended, initially the time of creation."""
         self.in_flight: dict[Operation, float] = {}
         """The start times of the operations in flight, in the order in which their tasks started."""
+        self.deadlines: dict[Operation, tuple[Limit, float]] = {}
+        """The time limits of those operations, and how long each is."""
+        self.notices = ComputeNotices(mesh, self._computes)
         self.observers: list[LinkObserver] = []
         self._failing = asyncio.Event()
         self._ending: asyncio.Task[None] | None = None
@@ -124,6 +129,7 @@ class FailureDomain:
     def _end(self, parting: tuple[Kind, str], error: HcsimError, late: Sequence[int] = ()) -> None:
         if self._watching is not None:
             self._watching.cancel()
+        self.notices.stop()
         for observer in self.observers:
             observer.ended(error)
         for link in self.mesh.links.values():
@@ -195,6 +201,7 @@ class FailureDomain:
         link.on_abort = lambda header, text: self._aborted(link, header, text)
         link.on_failure = self._link_failed
         link.on_stray = self._look_at
+        link.on_computing = self.notices.received
         if self.error is not None:
             link.fail(self.error)
         for observer in self.observers:
@@ -206,6 +213,13 @@ class FailureDomain:
         culprit = culprit_in(header, self.mesh.us.world)
         peer = messenger if culprit is None else culprit
         self.fail(CollectiveError(_GAVE_UP.format(messenger) + reason, peer=peer, phase=TOLD))
+
+    def _computes(self) -> bool:
+        """Give all that is waited for as much time again: a rank still computes. Return whether anything is."""
+        self.mesh.postpone_calls()
+        for limit, timeout_s in self.deadlines.values():
+            self.mesh.host.clock.postpone(limit, timeout_s)
+        return bool(self.in_flight)
 
     def _look_at(self, link: Link, header: Header) -> None:
         trouble = self.mismatches.objection(link.peer_rank, header)

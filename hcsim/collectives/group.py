@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from typing import Any, TypeVar
 
@@ -186,6 +186,12 @@ class Group:
     def skipped(self) -> RemoteProtocolError | None:
         """Evidence that this rank skipped what was waited for, or None."""
         return self._domain.skipped
+
+    def keep_alive(self, computes: Callable[[], bool]) -> None:
+        """Tell the other ranks, while `computes()` is true, that this one computes and will come to its next operation:
+        so what waits for it does not time out. See `hcsim.collectives.keep_alive`."""
+        if self._domain.error is None:
+            self._domain.notices.keep_sending(computes, self._timeout_s)
 
     def fail(self, reason: str | CollectiveError, peer: int | None = None) -> None:
         """End the group on all ranks, for a reason that it cannot detect itself."""

@@ -206,8 +206,10 @@ class Scheduler:
         domain = self._domain
         began_s, sent_bytes = domain.metrics.begin(), None
         domain.in_flight[operation] = began_s
+        limit = domain.mesh.host.clock.timeout(timeout_s)
+        domain.deadlines[operation] = limit, timeout_s
         try:
-            async with domain.mesh.host.clock.timeout(timeout_s):
+            async with limit:
                 if operation.ahead is not None:
                     assert operation.ahead.task is not None
                     await asyncio.gather(asyncio.shield(operation.ahead.task), return_exceptions=True)
@@ -241,7 +243,7 @@ class Scheduler:
             raise
         finally:
             operation.enter(FAILED if sent_bytes is None else DONE)
-            del domain.in_flight[operation]
+            del domain.in_flight[operation], domain.deadlines[operation]
             domain.metrics.end(operation.id.name, began_s, sent_bytes)
         return result()
 

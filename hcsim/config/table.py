@@ -64,7 +64,9 @@ def explain(error: msgspec.ValidationError, raw: dict[str, Any], tree: type[msgs
 
 def in_words(problem: str) -> str:
     """Return the decoder's message about a type, without Python's names for it."""
-    if "matching regex" in problem:  # only names have to
+    if "matching regex" in problem and "^auto" in problem:
+        return 'expected a whole number, a list of them, "auto", or "auto:96" to share out 96'
+    if "matching regex" in problem:  # otherwise only names have to
         return "expected a name: letters, digits, dots, dashes and underscores, with a letter or a digit first"
     said = _EXPECTED.fullmatch(problem)
     if said is None:

@@ -9,7 +9,7 @@ a struct, which checks them.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Literal, TypeAlias, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -20,6 +20,9 @@ from hcsim.units import PositiveBytes, PositiveSeconds, did_you_mean
 
 T = TypeVar("T", bound=msgspec.Struct)
 Positive = Annotated[float, Meta(gt=0, le=1e9)]
+
+
+Shared: TypeAlias = Annotated[str, Meta(pattern=r"^auto(:[1-9][0-9]{0,8})?\Z")]
 
 
 class Training(Table, frozen=True):
@@ -33,8 +36,9 @@ class Training(Table, frozen=True):
     algorithm: str = "auto"
     """Algorithm of the collectives."""
     steps: Count = 200
-    batch: Count | Annotated[tuple[Count, ...], Meta(min_length=1)] | None = None
-    """Samples per rank and step: one number for all ranks, or one for each rank."""
+    batch: Count | Annotated[tuple[Count, ...], Meta(min_length=1)] | Shared | None = None
+    """Samples per rank and step: one number for all ranks, or one for each rank. "auto": shares by speed, of as many
+    as with the task's batch each; "auto:96": of 96."""
     lr: Positive | None = None
     momentum: Annotated[float, Meta(ge=0, lt=1)] | None = None
     optimizer: Literal["sgd", "adamw"] = "sgd"
@@ -57,6 +61,11 @@ class Training(Table, frozen=True):
     "wss://ps.example.org/home"."""
     listen: str | None = None
     """Address on which it then listens, for the tunnel or proxy in front of it: "ws://127.0.0.1:8080"."""
+
+    @property
+    def shared_samples(self) -> int | None:
+        """The samples of a step that are shared out; None: as many as with the task's batch each."""
+        return int(self.batch.partition(":")[2] or 0) or None if isinstance(self.batch, str) else None
 
 
 def read_spec(text: str, kinds: Mapping[str, type[T]], what: str) -> T:

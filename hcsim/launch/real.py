@@ -109,9 +109,9 @@ async def seconds_by_device(devices: Sequence[str], settings: Training, what: Ta
     from hcsim.training.strategies import completed, optimizer
 
     chosen = completed(msgspec.structs.replace(settings, batch=None), what, 1)
-    batch = settings.batch or chosen.batch
+    batch = chosen.batch if settings.batch is None or isinstance(settings.batch, str) else settings.batch
     samples = max(batch) if isinstance(batch, tuple) else batch
-    assert samples is not None
+    assert isinstance(samples, int)
     found = {}
     for device in devices:
         async with RealHost(RealOptions("devices", device=device)) as host:

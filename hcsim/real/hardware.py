@@ -190,6 +190,13 @@ class RealDevice:
 
         return work
 
+    def predict_s(self, work: Work) -> float | None:
+        """See `runtime.host.Device.predict_s`. Profiles are those of Macs' graphics processors."""
+        name = self.chip.name.removeprefix("Apple ")
+        if self._name != "mps" or name not in CATALOGUE:
+            return None
+        return seconds(CATALOGUE.named(name), work)
+
     async def run(self, work: Work, function: Callable[[], T], into: memoryview | None = None) -> T:
         """Call the function. The simulated cost of the work and `into` are ignored here."""
         return await asyncio.get_running_loop().run_in_executor(self._worker, function)
@@ -230,6 +237,10 @@ class SleepingDevice(RealDevice):
     def exercise(self, kind: Literal["matmul", "axpy"], size: int) -> Callable[[], object]:
         """Return a function that does nothing; only the duration of the work counts."""
         return lambda: None
+
+    def predict_s(self, work: Work) -> float | None:
+        """See `runtime.host.Device.predict_s`."""
+        return seconds(self._machine, work)
 
     async def run(self, work: Work, function: Callable[[], T], into: memoryview | None = None) -> T:
         """Call the function, and return when the machine would have done the work."""
@@ -299,6 +310,11 @@ class RealClock:
             self._limits = _Limits(loop)
         return _Limit(self._limits, seconds)
 
+    def postpone(self, limit: Limit, seconds: float) -> None:
+        """See `runtime.clock.Clock.postpone`."""
+        if isinstance(limit, _Limit):  # any other is due at once, or never
+            limit.postpone(seconds)
+
 
 class _Limits:
     """The time limits of one event loop, behind one timer.
@@ -320,6 +336,11 @@ class _Limits:
 
     def remove(self, limit: _Limit) -> None:
         self._due_s.pop(limit, None)
+
+    def postpone(self, limit: _Limit, due_s: float) -> None:
+        """Let the limit end no earlier than that; the timer, set for an earlier time, is then set again."""
+        if limit in self._due_s:
+            self._due_s[limit] = max(self._due_s[limit], due_s)
 
     def _set(self, due_s: float) -> None:
         if self._timer is not None:
@@ -367,6 +388,9 @@ class _Limit:
 
     def expired(self) -> bool:
         return self._expired
+
+    def postpone(self, seconds: float) -> None:
+        self._limits.postpone(self, self._limits.loop.time() + seconds)
 
     def expire(self) -> None:
         self._expired = True

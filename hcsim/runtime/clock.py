@@ -43,6 +43,10 @@ class Clock(Protocol):
     def timeout(self, seconds: float | None) -> Limit:
         """As `asyncio.timeout`: cancel the body after that time and raise `TimeoutError`."""
 
+    def postpone(self, limit: Limit, seconds: float) -> None:
+        """Let a limit of this clock end no earlier than this many seconds from now, unless it has expired or its body
+        has ended."""
+
 
 @asynccontextmanager
 async def within(clock: Clock, seconds: float | None, late: str) -> AsyncIterator[None]:

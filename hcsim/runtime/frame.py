@@ -53,6 +53,9 @@ class Kind(IntEnum):
     """The answer to a hello that came too early: the caller should try again."""
     WAITING = 6
     """The sender has been waiting in the header's operation for a while; there is no payload."""
+    COMPUTING = 7
+    """A rank computes and will come to its next operation; there is no payload. `step` is the rank, plus one, and
+    `operation` the number of its notice: others pass it on."""
 
 
 _KINDS = tuple(Kind)

@@ -258,6 +258,9 @@ class Device(Protocol):
         """Return a benchmark function for `run`: a product of two square float32 matrices of this size, or an
         in-place sum of two float32 vectors of this length."""
 
+    def predict_s(self, work: Work) -> float | None:
+        """Return how long the work takes by the profile of this machine; None if the machine is not known."""
+
     async def run(self, work: Work, function: Callable[[], T], into: memoryview | None = None) -> T:
         """Call the function without blocking the network, and take the time of the work.
 

@@ -350,6 +350,19 @@ async def timeouts_end_in_order(arena: Arena, left: Host, right: Host, standstil
     require(ended == [0.02, 0.04, 0.06], f"limits of 0.02, 0.04 and 0.06 s end in this order, and not as {ended}")
 
 
+async def limits_are_postponed(arena: Arena, left: Host, right: Host) -> None:
+    clock, began_s = left.clock, left.clock.elapsed()
+    with required_error(TimeoutError, "a limit that was postponed"):
+        async with (limit := clock.timeout(0.05)):
+            clock.postpone(limit, 0.2)
+            clock.postpone(limit, 0.1)  # no earlier than that, and that is later already
+            await clock.sleep(1000)
+    took_s = clock.elapsed() - began_s
+    require(took_s >= 0.2 - 1e-6, f"a limit that was postponed to 0.2 s ended after {took_s} s")
+    clock.postpone(limit, 1.0)  # without consequences: it is over
+    require(limit.expired(), "a limit that has ended stays so")
+
+
 async def clocks_move(arena: Arena, left: Host, right: Host) -> None:
     before_s = left.clock.now()
     await left.clock.sleep(0.02)
@@ -375,7 +388,7 @@ async def ends_of_tasks_are_told(arena: Arena, left: Host, right: Host, *, begun
     require({*ended} == {cancelled, failed}, "the end of a task is told when it was cancelled, and when it failed")
 
 
-CLOCKS: tuple[Contract, ...] = (timeouts_end_in_order, clocks_move, ends_of_tasks_are_told)
+CLOCKS: tuple[Contract, ...] = (timeouts_end_in_order, limits_are_postponed, clocks_move, ends_of_tasks_are_told)
 
 CONTRACTS: Mapping[str, tuple[Contract, ...]] = {"channels": CHANNELS, "admission": ADMISSION, "clocks": CLOCKS}
 

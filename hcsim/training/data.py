@@ -7,6 +7,9 @@ seen twice. Its last batch may be short, so that some ranks get fewer samples th
 gradients are averaged by `counts`. When the ranks change during a run, new batches begin `since` the position
 that the old ones reached, so this holds for every epoch.
 
+Where ranks take turns (`turns`), a rank takes part in some of the steps of each period of `every` steps, evenly spread.
+A step's global batch is then that of the ranks that take part in it.
+
 A worker of an asynchronous parameter server goes through a shard of its own instead.
 """
 
@@ -15,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate
+from typing import NamedTuple
 
 import numpy as np
 
@@ -33,6 +37,19 @@ def dealt(count: int, sizes: Sequence[int]) -> tuple[int, ...]:
     return tuple(shares)
 
 
+class Turns(NamedTuple):
+    """In which steps of a period each rank takes part."""
+
+    every: int
+    """The steps of a period; periods begin at its multiples."""
+    counts: tuple[int, ...]
+    """By rank, in how many of them; for some rank in all of them."""
+
+    def includes(self, step: int, rank: int) -> bool:
+        number, count = step % self.every, self.counts[rank]
+        return (number + 1) * count // self.every > number * count // self.every
+
+
 class Batches:
     """The batches of all ranks: every rank computes the same ones and takes its own."""
 
@@ -44,6 +61,7 @@ class Batches:
         *,
         shuffled: bool = True,
         since: tuple[int, int] = (0, 0),
+        turns: Turns | None = None,
     ) -> None:
         """`since` is a step, and the number of samples of all epochs dealt out before it."""
         if samples < 1 or min(batch_sizes, default=0) < 0 or sum(batch_sizes) < 1:
@@ -52,13 +70,41 @@ class Batches:
         self.batch_sizes = tuple(batch_sizes)
         self._seed = seed
         self._since = since
+        self._shuffled = shuffled
+        self.turns = turns
+        self._positions = [since[1]]
+        """Where ranks take turns: how many samples were dealt out before each step."""
         self._order = lru_cache(maxsize=2)(self._permuted if shuffled else self._in_sequence)
         self._own_order = lru_cache(maxsize=2 * len(self.batch_sizes))(self._own_permuted if shuffled else self._shard)
 
     @classmethod
-    def of(cls, task: Task, batch_sizes: Sequence[int], seed: int, since: tuple[int, int] = (0, 0)) -> Batches:
+    def of(
+        cls,
+        task: Task,
+        batch_sizes: Sequence[int],
+        seed: int,
+        since: tuple[int, int] = (0, 0),
+        turns: Turns | None = None,
+    ) -> Batches:
         """Return the batches of a task. A phantom task has a number of samples but nothing to shuffle."""
-        return cls(task.samples, batch_sizes, seed, shuffled=not task.phantom, since=since)
+        return cls(task.samples, batch_sizes, seed, shuffled=not task.phantom, since=since, turns=turns)
+
+    def again(self, step: int, batch_sizes: Sequence[int], turns: Turns | None = None) -> Batches:
+        """Return batches of other sizes from this step on."""
+        since = (step, self.position(step))
+        return Batches(self.samples, batch_sizes, self._seed, shuffled=self._shuffled, since=since, turns=turns)
+
+    @property
+    def samples_per_step(self) -> int:
+        """The usual number of samples of all ranks in a step; where they take turns, the average."""
+        if self.turns is None:
+            return sum(self.batch_sizes)
+        each = zip(self.batch_sizes, self.turns.counts, strict=True)
+        return round(sum(size * count for size, count in each) / self.turns.every)
+
+    def takes_part(self, step: int, rank: int) -> bool:
+        """Return whether the rank takes a step of its own."""
+        return self.turns is None or self.turns.includes(step, rank)
 
     @property
     def steps_per_epoch(self) -> int:
@@ -68,7 +114,7 @@ class Batches:
     def counts(self, step: int) -> tuple[int, ...]:
         """Return by rank the number of samples in its batch: the weights of its gradients in the mean."""
         _, lo, hi = self._range(step)
-        return dealt(hi - lo, self.batch_sizes)
+        return dealt(hi - lo, self._sizes(step))
 
     def position(self, step: int) -> int:
         """Return the number of samples, of all epochs, dealt out before this step."""
@@ -96,6 +142,8 @@ class Batches:
 
     def _range(self, step: int) -> tuple[int, int, int]:
         """Return an epoch and a range of its permutation."""
+        if self.turns is not None:
+            return self._range_by_turns(step)
         size = sum(self.batch_sizes)
         first_step, position = self._since
         number = step - first_step
@@ -107,6 +155,24 @@ class Batches:
             epochs, number = divmod(number - begun, self.steps_per_epoch)
             epoch, lo = epoch + 1 + epochs, number * size
         return epoch, lo, min(lo + size, self.samples)
+
+    def _range_by_turns(self, step: int) -> tuple[int, int, int]:
+        positions, first = self._positions, self._since[0]
+        while len(positions) <= step - first:
+            _, _, hi = self._part(positions[-1], first + len(positions) - 1)
+            epoch = positions[-1] // self.samples
+            positions.append(epoch * self.samples + hi)
+        return self._part(positions[step - first], step)
+
+    def _part(self, position: int, step: int) -> tuple[int, int, int]:
+        epoch, lo = divmod(position, self.samples)
+        return epoch, lo, min(lo + sum(self._sizes(step)), self.samples)
+
+    def _sizes(self, step: int) -> tuple[int, ...]:
+        turns = self.turns
+        if turns is None:
+            return self.batch_sizes
+        return tuple(size if turns.includes(step, rank) else 0 for rank, size in enumerate(self.batch_sizes))
 
     def _permuted(self, epoch: int) -> Indices:
         return _constant(generator(self._seed, "batches", epoch).permutation(self.samples))

@@ -14,6 +14,7 @@ from msgspec.structs import replace
 
 from hcsim.runtime.channel import Phantom
 from hcsim.runtime.host import Host, TaskPart, Work
+from hcsim.training.device_pace import DevicePace
 from hcsim.training.optimizer import Optimizer, clip, update_work
 from hcsim.training.task import Flat, Indices, Task, backward_work, forward_work
 
@@ -27,13 +28,15 @@ class TimeAccounting:
     def __init__(self, host: Host) -> None:
         self._clock = host.clock
         self.seconds = dict.fromkeys(("compute", "encode", "exchange"), 0.0)
+        self.pace = DevicePace(host.clock)
 
     @contextmanager
     def spent_on(self, what: str) -> Iterator[None]:
         """Account the time that passes in this block."""
         start_s = self._clock.elapsed()
         try:
-            yield
+            with self.pace.waiting() if what == "exchange" else self.pace.work():
+                yield
         finally:
             self.seconds[what] += self._clock.elapsed() - start_s
 
@@ -77,6 +80,17 @@ class Learner:
             if ready is not None:
                 await ready(block)
         return loss
+
+    def predicted_s(self, samples: int) -> float | None:
+        """Return how long a step with so many samples takes by the profile of this machine, if it is known."""
+        backward = [backward_work(block, samples) for block in self.task.blocks]
+        times_s = map(self.host.device.predict_s, (forward_work(self.task, samples), *backward, self._update_work))
+        total_s = 0.0
+        for time_s in times_s:
+            if time_s is None:
+                return None
+            total_s += time_s
+        return total_s
 
     async def clip(self, max_norm: float | None) -> None:
         """Clip the gradients in place; do nothing if `max_norm` is None."""

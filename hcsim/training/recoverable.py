@@ -8,7 +8,7 @@ ddp, hierarchical   every member has the model and the optimizer's state, alike 
                     communication overlaps with the backward pass (Li et al., "PyTorch Distributed", VLDB 2020).
                     The average is weighted by samples, so N members do what one process would do with the
                     joined batch; clipping comes after the average.
-single              the same: the first member computes with all batches and broadcasts the gradients to the
+single              the same: the fastest member computes with all batches and broadcasts the gradients to the
                     others, which keep replicas. That is the price of not depending on one machine.
 local_sgd, diloco   every member takes H steps of its own. Then they average their changes, weighted by samples,
                     and an outer optimizer takes that average as its gradient:
@@ -22,7 +22,9 @@ local_sgd, diloco   every member takes H steps of its own. Then they average the
 
                     The anchor θ_last, where all last agreed, and the outer optimizer are shared. The changes
                     since then and the inner optimizer are local. A newcomer starts from the anchor, with a
-                    fresh inner optimizer; in the middle of a period its change is zero. A run counts the steps
+                    fresh inner optimizer; in the middle of a period its change is zero. With pace=speed the
+                    fastest member takes H steps, and the others as many as they finish meanwhile; weights are
+                    still those of the samples, so each sample counts alike. A run counts the fastest one's steps
                     that were exchanged. A failed exchange can be tried again, with other members too: each
                     still has its change.
 """
@@ -30,17 +32,19 @@ local_sgd, diloco   every member takes H steps of its own. Then they average the
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple, Protocol, TypeAlias, cast
+from typing import Literal, NamedTuple, Protocol, TypeAlias, cast
 
 import numpy as np
 
+from hcsim.collectives.failure_domain import TOLD
 from hcsim.collectives.group import Group
 from hcsim.compressors.base import Array
-from hcsim.errors import UsageError
+from hcsim.errors import CollectiveError, UsageError
 from hcsim.runtime.channel import Phantom
 from hcsim.training.aggregation import Aggregator
+from hcsim.training.balance import EVERY_STEPS, StepCost, fastest
 from hcsim.training.layout import Bucket
 from hcsim.training.learner import Learner, StateArray
 from hcsim.training.optimizer import Optimizer, Stepper
@@ -48,6 +52,8 @@ from hcsim.training.run import Run
 from hcsim.training.task import Flat
 
 SharedState: TypeAlias = dict[str, StateArray]
+Pace: TypeAlias = Literal["alike", "speed"]
+"""Whether members take the same number of steps in a period, or as many as they can."""
 
 
 class LocalProgress(NamedTuple):
@@ -60,6 +66,11 @@ class LocalProgress(NamedTuple):
 
 class Recoverable(Protocol):
     """A strategy on one rank that can go on with other members."""
+
+    by_speed: bool = False
+    """Whether it needs to know what steps cost the members."""
+    period: int | None = None
+    """The steps of a period, of which members take as many as they can."""
 
     @property
     def synchronised(self) -> Flat:
@@ -80,6 +91,10 @@ class Recoverable(Protocol):
     def compresses(self, group: Group) -> bool:
         """Return whether this member's compressor is used in the group and needs the shared state."""
         return True
+
+    def follow(self, costs: Sequence[StepCost], samples: int) -> None:
+        """Take note of what steps cost the members, by rank, and of how many samples they share, if it needs that."""
+        return
 
     def batch_sizes(self, sizes: Sequence[int]) -> tuple[int, ...]:
         """Return the number of samples for each member, given their batch sizes."""
@@ -116,6 +131,7 @@ class Replicated(Recoverable):
     async def train(self, run: Run) -> None:
         aggregator = self._aggregator(run)
         for step in run.steps():
+            await run.rebalance(EVERY_STEPS)
             exchange = _StepExchange(run, aggregator, step)
             loss = await run.learner.gradients(run.batches.batch(step, run.group.rank), exchange.ready)
             with run.learner.ledger.spent_on("exchange"):
@@ -132,22 +148,30 @@ class HierarchicalReplicated(Replicated):
 
 
 class OneComputes(Replicated):
-    """The first member computes; the others apply its gradients."""
+    """The fastest member computes; the others apply its gradients."""
+
+    by_speed = True
 
     def compresses(self, group: Group) -> bool:
         return False
 
     def __init__(self, learner: Learner) -> None:
-        super().__init__(learner, lambda run: _Told(run.group))
+        super().__init__(learner, lambda run: _Told(run.group, self._fastest))
+        self._fastest = 0
+
+    def follow(self, costs: Sequence[StepCost], samples: int) -> None:
+        self._fastest = fastest(costs, samples)
 
     def batch_sizes(self, sizes: Sequence[int]) -> tuple[int, ...]:
-        return (sum(sizes), *(0 for _ in sizes[1:]))
+        one = self._fastest if self._fastest < len(sizes) else 0  # until the members of a view have compared
+        return tuple(sum(sizes) if rank == one else 0 for rank in range(len(sizes)))
 
     async def train(self, run: Run) -> None:
-        """With fixed ranks no replicas are needed: only the first rank trains, as the baseline."""
+        """With fixed ranks no replicas are needed: only the fastest rank trains, as the baseline."""
+        run.lead = 0 if run.group.options.views_change else self._fastest
         if run.group.options.views_change:
             await super().train(run)
-        elif run.group.rank == 0:
+        elif run.group.rank == self._fastest:
             for step in run.steps():
                 joined = [run.batches.batch(step, rank) for rank in range(run.group.size)]
                 loss = await run.learner.gradients(np.concatenate(joined))
@@ -155,14 +179,21 @@ class OneComputes(Replicated):
 
 
 class Periodic(Recoverable):
-    """Members take steps of their own, and exchange their changes after each `every` steps."""
+    """Members take steps of their own, and exchange their changes after each `every` steps (of the fastest)."""
 
     def __init__(
-        self, learner: Learner, aggregator: Callable[[Run], Aggregator], every: int, inner: Optimizer, outer: Optimizer
+        self,
+        learner: Learner,
+        aggregator: Callable[[Run], Aggregator],
+        every: int,
+        inner: Optimizer,
+        outer: Optimizer,
+        pace: Pace = "alike",
     ) -> None:
         self._learner = learner
         self._aggregator = aggregator
         self._every = every
+        self.period = every if pace == "speed" else None
         self._inner = inner
         parameters = learner.replica.parameters
         self._anchor = parameters if isinstance(parameters, Phantom) else parameters.copy()
@@ -199,11 +230,14 @@ class Periodic(Recoverable):
     async def train(self, run: Run) -> None:
         aggregator = self._aggregator(run)
         for start in run.steps():
+            await run.rebalance(1)
             end = min((start // self._every + 1) * self._every, run.settings.steps)
             self._samples = self._samples or [0] * run.group.size
             for step in range(self._step, end):
-                self._loss = await run.learner.gradients(run.batches.batch(step, run.group.rank))
-                await run.update(step)
+                if run.batches.takes_part(step, run.group.rank):
+                    batch = run.batches.batch(step, run.group.rank)
+                    self._loss = await run.learner.gradients(batch, _stops_with(run.group))
+                    await run.update(step)
                 self._samples = [sum(pair) for pair in zip(self._samples, run.batches.counts(step), strict=True)]
                 self._step = step + 1
                 if step + 1 < end:
@@ -274,6 +308,16 @@ class _StepExchange:
         await _all_of(self._pending, self._run, self._step)
 
 
+def _stops_with(group: Group) -> Callable[[int], Awaitable[None]]:
+    """Return what ends a local step once its group has: the others wait for this rank in the next view."""
+
+    async def check(block: int) -> None:
+        if group.error is not None:
+            raise CollectiveError(str(group.error), peer=getattr(group.error, "peer", None), phase=TOLD)
+
+    return check
+
+
 async def _all_of(totals: Sequence[asyncio.Future[None]], run: Run, step: int) -> None:
     """Wait for the step's exchanges: all succeed, or the step fails."""
     try:
@@ -287,15 +331,16 @@ async def _all_of(totals: Sequence[asyncio.Future[None]], run: Run, step: int) -
 
 
 class _Told:
-    """Broadcasts the first rank's gradients to all ranks."""
+    """Broadcasts one rank's gradients to all ranks."""
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: Group, root: int) -> None:
         self._group = group
+        self._root = root
 
     async def total(self, flat: Flat, bucket: Bucket, weight: float, step: int) -> None:
-        """Replace the bucket's part by the first rank's; the weights are ignored."""
+        """Replace the bucket's part by that rank's; the weights are ignored."""
         part = Phantom(bucket.size_bytes, flat.itemsize) if isinstance(flat, Phantom) else flat[bucket.span]
-        await self._group.broadcast(part, bucket=bucket.number)
+        await self._group.broadcast(part, self._root, bucket=bucket.number)
 
 
 def _state(stepper: Stepper) -> SharedState:

@@ -9,16 +9,18 @@ others; real ranks that wait for its part of the next step do not know the reaso
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from functools import cached_property, partial
 from typing import Protocol
 
 import msgspec
 
+from hcsim.collectives.buffers import array_of
 from hcsim.collectives.group import Group
 from hcsim.compressors.base import Compressor
 from hcsim.config.training import Training
 from hcsim.runtime.host import Host, Work
+from hcsim.training.balance import Balance, Division
 from hcsim.training.data import Batches
 from hcsim.training.layout import Bucket
 from hcsim.training.learner import Learner, TimeAccounting, digest
@@ -105,6 +107,16 @@ class Point(msgspec.Struct, frozen=True):
     """Of all ranks together, in a step."""
 
 
+class Share(msgspec.Struct, frozen=True):
+    """What a rank does of the work of all."""
+
+    samples: int
+    """In one of its steps."""
+    steps: int = 1
+    """In a period of `every` steps of the fastest."""
+    every: int = 1
+
+
 class Report(msgspec.Struct, frozen=True):
     """The results of a run on one rank."""
 
@@ -118,6 +130,13 @@ class Report(msgspec.Struct, frozen=True):
     points: tuple[Point, ...]
     sha256: str | None
     """The digest of the final parameters; None for a task of shapes."""
+    share: Share | None = None
+    """This rank's share at the end, if shares follow the ranks' speeds."""
+
+
+def leading(reports: Sequence[Report]) -> Report:
+    """Return the report of the first rank that took steps: where one machine does all, the others take none."""
+    return next((report for report in reports if report.points), reports[0])
 
 
 class Observer(Protocol):
@@ -174,6 +193,12 @@ class Run:
         self.commit = Commit()
         self.step = 0
         """Steps done."""
+        self.lead = 0
+        """The rank that evaluates."""
+        self.balance: Balance | None = None
+        """What steps cost the ranks, if they take shares by it."""
+        self.balanced_at = 0
+        """The step at which they last compared these costs."""
         self.pending: Update | None = None
         """An update that was exchanged, and may already count on other ranks."""
         self.other_sent_bytes = 0
@@ -187,10 +212,30 @@ class Run:
         self._sent_before = group.wire_bytes - self.sent_bytes + self.other_sent_bytes
         self.group, self.batches, self.compressor = group, batches, compressor
 
+    def keep_alive(self) -> None:
+        """Tell the other ranks while this one computes, so that they wait for it however slow it is."""
+        pace = self.learner.ledger.pace
+        pace.begin(self.learner.predicted_s(max(self.batches.batch_sizes)))
+        self.group.keep_alive(partial(pace.computes, self.settings.timeout_s))
+
     def steps(self) -> Iterator[int]:
         """Yield the remaining steps, each until it is done."""
         while self.step < self.settings.steps and not self.commit.ends:
             yield self.step
+
+    async def rebalance(self, every: int) -> None:
+        """Compare what steps cost the ranks, if they have taken `every` steps since the last time; take other shares if
+        that is worth it. All ranks call this between the same steps."""
+        balance, step = self.balance, self.step
+        if balance is None or step - self.balanced_at < every:
+            return
+        with self.learner.ledger.spent_on("exchange"):
+            told = await self.group.all_gather(balance.told())
+        balance.agree([array_of(each) for each in told], self.group.rank)
+        self.balanced_at = step
+        if (better := balance.better(Division(self.batches.batch_sizes, self.batches.turns))) is not None:
+            self.batches = self.batches.again(step, *better)
+            self.group.host.trace("shares", step, *better.sizes, *(better.turns.counts if better.turns else ()))
 
     async def settle(self, step: int, apply: Callable[[], Awaitable[None]], loss: float) -> None:
         """Apply the exchanged result of a step, if all ranks agree."""
@@ -234,9 +279,11 @@ class Run:
         step."""
         elapsed_s, sent_bytes = self.elapsed_s, self.sent_bytes
         due = step % self.settings.evaluate_every == 0 or step == self.settings.steps
-        score = await self._evaluate() if due and self.group.rank == 0 else None
+        score = await self._evaluate() if due and self.group.rank == self.lead else None
         spent_s = self._meter.lap(elapsed_s)
-        samples = sum(self.batches.batch_sizes)
+        if self.balance is not None:
+            self.balance.observe(self.batches.counts(step - 1)[self.group.rank], spent_s["compute"])
+        samples = self.batches.samples_per_step
         self.points.append(Point(step, elapsed_s, loss, sent_bytes, score, self.group.size, spent_s, samples))
         self._meter.note(self.points[-1], spent_s)
         if self.observer is not None:
@@ -262,10 +309,22 @@ class Run:
             dict(self.learner.ledger.seconds),
             tuple(self.points),
             digest(self.learner.replica.parameters),
+            None if self.balance is None else self._share,
         )
+
+    @property
+    def _share(self) -> Share:
+        batches, rank = self.batches, self.group.rank
+        turns = batches.turns
+        if turns is None:
+            return Share(batches.batch_sizes[rank])
+        return Share(batches.batch_sizes[rank], turns.counts[rank], turns.every)
 
     async def _evaluate(self) -> Score | None:
         before_s = self.group.host.clock.elapsed()
-        score = await self.group.host.device.run(_NO_WORK, partial(self.task.score, self.learner.replica.parameters))
+        with self.learner.ledger.pace.work():
+            score = await self.group.host.device.run(
+                _NO_WORK, partial(self.task.score, self.learner.replica.parameters)
+            )
         self._evaluating_s += self.group.host.clock.elapsed() - before_s
         return score

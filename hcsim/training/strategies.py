@@ -20,7 +20,7 @@ from hcsim.training.parameter_server.rounds import ServerPolicy
 from hcsim.training.parameter_server.strategy import check_place
 from hcsim.training.parameter_server.strategy import train as serve_and_work
 from hcsim.training.precision import prepared
-from hcsim.training.recoverable import HierarchicalReplicated, OneComputes, Periodic, Recoverable, Replicated
+from hcsim.training.recoverable import HierarchicalReplicated, OneComputes, Pace, Periodic, Recoverable, Replicated
 from hcsim.training.run import Run
 from hcsim.training.task import Task
 from hcsim.training.tasks import task
@@ -44,7 +44,7 @@ class Strategy(Protocol):
 
 
 class SingleMachine(Struct, frozen=True):
-    """One machine alone, with the batches of all."""
+    """One machine alone, the fastest, with the batches of all."""
 
     def held(self, rank: int, ranks: int) -> Held:
         return Held(computes="nothing" if rank else "all")
@@ -68,9 +68,12 @@ class HierarchicalParallel(Struct, frozen=True):
 
 
 class LocalSgd(Struct, frozen=True):
-    """Local steps, then all average their parameters. Higher `every`: fewer exchanges, more drift."""
+    """Local steps, then all average their parameters. Higher `every`: fewer exchanges, more drift.
+
+    With `pace=speed` the fastest machine takes `every` steps, and the others as many as they finish meanwhile."""
 
     every: Every = 8
+    pace: Pace = "alike"
 
     def held(self, rank: int, ranks: int) -> Held:
         """Return that there are an anchor and a change."""
@@ -78,15 +81,17 @@ class LocalSgd(Struct, frozen=True):
 
     def open(self, settings: Training, learner: Learner) -> Recoverable:
         """Return local SGD: the average itself is the next anchor."""
-        return Periodic(learner, one_level, self.every, optimizer(settings), Sgd(lr=1.0))
+        return Periodic(learner, one_level, self.every, optimizer(settings), Sgd(lr=1.0), self.pace)
 
 
 class DiLoCo(Struct, frozen=True):
-    """Local steps, then an outer optimizer with Nesterov momentum over the average of how far each went."""
+    """Local steps, then an outer optimizer with Nesterov momentum over the average of how far each went. `pace` is that
+    of local SGD."""
 
     every: Every = 16
     lr: Annotated[float, Meta(gt=0)] = 0.7
     momentum: Annotated[float, Meta(gt=0, lt=1)] = 0.9
+    pace: Pace = "alike"
 
     def held(self, rank: int, ranks: int) -> Held:
         """Return that there are an anchor, a change, and the outer momentum."""
@@ -95,7 +100,7 @@ class DiLoCo(Struct, frozen=True):
     def open(self, settings: Training, learner: Learner) -> Recoverable:
         """Return DiLoCo: the outer optimizer makes the next anchor."""
         outer = Sgd(lr=self.lr, momentum=self.momentum, nesterov=True)
-        return Periodic(learner, one_level, self.every, optimizer(settings), outer)
+        return Periodic(learner, one_level, self.every, optimizer(settings), outer, self.pace)
 
 
 class ParameterServer(ServerPolicy, frozen=True, kw_only=True):

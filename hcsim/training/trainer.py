@@ -9,7 +9,6 @@ All ranks must have the same settings and task. Ranks that differ are reported b
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cached_property
 
 import msgspec
@@ -21,6 +20,7 @@ from hcsim.compressors.base import Compressor
 from hcsim.config.training import Training
 from hcsim.errors import UNDECODABLE, ConfigError
 from hcsim.runtime.host import Host
+from hcsim.training.balance import Balance, Division, predicted
 from hcsim.training.data import Batches
 from hcsim.training.learner import Learner
 from hcsim.training.precision import compressor_of, prepared
@@ -41,6 +41,13 @@ class Trainer:
         self.settings = completed(settings, self.task, ranks)
         self._run: Run | None = None
 
+    def batch_sizes(self, ranks: int) -> tuple[int, ...]:
+        """Return the batch sizes of the settings by rank; the task's, where they are to be found."""
+        batch = self.settings.batch
+        if isinstance(batch, tuple):
+            return batch
+        return (batch if isinstance(batch, int) else self.task.defaults.batch,) * ranks
+
     def intent(self, measure: str = "") -> Intent:
         """Return the settings that must be the same on all ranks."""
         return Intent(self.settings, self.seed, self.task.fingerprint, measure)
@@ -48,6 +55,21 @@ class Trainer:
     @cached_property
     def learner(self) -> Learner:
         return Learner(self.host, self.task, optimizer(self.settings), self.seed)
+
+    def balance(self, method: object, ranks: int) -> Balance | None:
+        """Return what finds the ranks' shares, if the settings or the strategy leave them to their speeds."""
+        shared, samples = isinstance(self.settings.batch, str), self.settings.shared_samples
+        period = getattr(method, "period", None)
+        if not (shared or period is not None or getattr(method, "by_speed", False)):
+            return None
+        usual = self.task.defaults.batch
+        own = predicted(self.learner, (samples or usual * ranks) // ranks)
+        return Balance(own, samples=samples, per_rank=usual if shared else 0, every=period)
+
+    @property
+    def is_busy_as_usual(self) -> bool:
+        """Whether this rank's device is known to work."""
+        return "learner" in vars(self) and self.learner.ledger.pace.is_busy_as_usual()
 
     @property
     def has_begun(self) -> bool:
@@ -77,18 +99,23 @@ async def train(
     us = Trainer(group.host, settings, seed, what, group.size)
     await agree(group, us.intent())
     method = opened(us.settings, us.learner)
-    batches = Batches.of(us.task, _batch_sizes(us.settings, group.size), seed)
+    division, balance = Division(us.batch_sizes(group.size)), us.balance(method, group.size)
+    if balance is not None:
+        told = await group.all_gather(balance.told())
+        balance.agree([array_of(each) for each in told], group.rank)
+        division = balance.best(division.sizes)
+    follow = None if balance is None else getattr(method, "follow", None)
+    if balance is not None and follow is not None:
+        follow(balance.costs, sum(division.sizes))
+    batches = Batches.of(us.task, division.sizes, seed, turns=division.turns)
     run = us.enter(group, batches, compressor_of(us.settings, seed, group.rank))
+    run.balance = balance if balance is not None and follow is not None and balance.divides else None
     run.observer = observer
+    run.keep_alive()
     await method.train(run)
     if observer is not None:
         observer.finished(run)
     return run.report()
-
-
-def _batch_sizes(settings: Training, ranks: int) -> Sequence[int]:
-    assert settings.batch is not None
-    return settings.batch if isinstance(settings.batch, tuple) else (settings.batch,) * ranks
 
 
 class Intent(msgspec.Struct, frozen=True):

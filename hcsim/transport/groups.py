@@ -266,13 +266,19 @@ async def check_device(host: Host) -> str:
     return ""
 
 
-async def check_all(host: Host, peers: Sequence[CheckedPeer]) -> tuple[str, list[str]]:
-    """Check this host's device and all peers concurrently. Return the problem of the device, and those of the peers in
-    order.
+async def check_all(
+    host: Host, peers: Sequence[CheckedPeer], is_busy: Callable[[], bool] = lambda: False
+) -> tuple[str, list[str]]:
+    """Check this host's device, unless it is known to be busy, and all peers concurrently. Return the problem of the
+    device, and those of the peers in order.
 
     All connections are open at the same time, as during
     operation, so a machine that allows only a few connections fails the check."""
     async with AsyncExitStack() as open_:
         checks = [check_peer(host, peer, open_) for peer in peers]
-        own, *others = await asyncio.gather(check_device(host), *checks)
+        own, *others = await asyncio.gather(_checked(host, is_busy), *checks)
     return own, others
+
+
+async def _checked(host: Host, is_busy: Callable[[], bool]) -> str:
+    return "" if is_busy() else await check_device(host)

@@ -30,7 +30,7 @@ from hcsim.errors import (
     WrongPeer,
 )
 from hcsim.runtime.channel import Channel, Listener
-from hcsim.runtime.clock import fail_future, within
+from hcsim.runtime.clock import Limit, fail_future, within
 from hcsim.runtime.frame import Kind
 from hcsim.runtime.host import Counter, Host, Metrics
 from hcsim.transport.admission_queue import AdmissionQueue, RefusalLog, plain
@@ -134,6 +134,8 @@ class Mesh:
         self._opening: dict[int, asyncio.Future[Link]] = {}
         self._called: dict[int, dict[int, Channel]] = {}
         self._complete: dict[int, asyncio.Future[Link]] = {}
+        self._calls: dict[int, Limit] = {}
+        """The time limits of the ranks that are to call."""
         self._listener = listener
         self._reception = reception
         """Accepts callers for this mesh, where the node has a listener that outlives it."""
@@ -288,11 +290,24 @@ class Mesh:
             return self.links[rank]
         called: asyncio.Future[Link] = asyncio.get_running_loop().create_future()
         self._complete[rank] = called
+        limit = self.host.clock.timeout(limit_s)
         try:
-            async with within(self.host.clock, limit_s, f"rank {rank} did not call within {limit_s:g} s"):
-                return await called
-        except DeadlineExceeded as error:
-            raise DeadlineExceeded(f"{error}{self.doubts(rank)}") from None
+            async with limit:
+                self._calls[rank] = limit
+                try:
+                    return await called
+                finally:
+                    del self._calls[rank]
+        except TimeoutError as error:
+            if isinstance(error, HcsimError) or not limit.expired():
+                raise
+            text = f"rank {rank} did not call within {limit_s:g} s{self.doubts(rank)}"
+            raise DeadlineExceeded(text) from None
+
+    def postpone_calls(self) -> None:
+        """Wait longer for the ranks that have yet to call: somebody still computes."""
+        for limit in self._calls.values():
+            self.host.clock.postpone(limit, self.us.wire.connect_timeout_s)
 
     def doubts(self, rank: int | None) -> str:
         """Return a hint for a rank that should have called but did not: the last refusal of a caller."""

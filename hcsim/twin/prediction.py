@@ -169,7 +169,9 @@ def _simulated(scenario: Scenario, run: PredictedRun, steps: int) -> Prediction:
         outcome = simulate_cluster(forming, settings, wire=run.wire, what=shapes_of(task(settings.task)))
     else:
         outcome = simulate_training(scenario, settings, wire=run.wire, what=shapes_of(task(settings.task)))
-    points = outcome.values()[run.rank].points
+    reports = outcome.values()
+    training = [report for report in reports if report.points]
+    points = (training[0] if len(training) == 1 else reports[run.rank]).points
     if not points:
         raise HcsimError(f"rank {run.rank} takes no steps of its own")
     laps = [point.spent_s for point in points]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import Context, copy_context
 from math import prod
 from typing import Literal, Protocol, TypeAlias, TypeVar
@@ -134,6 +134,10 @@ class VirtualDevice:
         """Return a function that does nothing; only the duration of the work counts."""
         return lambda: None
 
+    def predict_s(self, work: Work) -> float | None:
+        """See `runtime.host.Device.predict_s`: what the machine does at full speed, whatever faults slow it down."""
+        return seconds(self._machine, work, times=self._times)
+
     async def run(self, work: Work, function: Callable[[], T], into: memoryview | None = None) -> T:
         """See `runtime.host.Device.run`."""
         self._waited_s = 0.0
@@ -259,6 +263,14 @@ class VirtualClock:
 
     def timeout(self, seconds: float | None) -> Limit:
         return asyncio.timeout(None if seconds is None else seconds / self._rate)
+
+    def postpone(self, limit: Limit, seconds: float) -> None:
+        """See `runtime.clock.Clock.postpone`."""
+        assert isinstance(limit, asyncio.Timeout)
+        due_s = limit.when()
+        if due_s is not None and not limit.expired():
+            with suppress(RuntimeError):  # its body has ended
+                limit.reschedule(max(due_s, self._loop.time() + seconds / self._rate))
 
     # The world's side of a clock.
 

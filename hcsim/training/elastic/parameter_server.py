@@ -87,8 +87,9 @@ class ServedMember(ElasticMember):
     def __init__(
         self, host: Host, source: MembershipSource, settings: Training, seed: int, extras: TrainingExtras
     ) -> None:
-        if isinstance(settings.batch, tuple):
-            raise ConfigError(f"batch = {list(settings.batch)}: members of a parameter server change; give one figure")
+        if isinstance(settings.batch, tuple | str):
+            batch = f'"{settings.batch}"' if isinstance(settings.batch, str) else list(settings.batch)
+            raise ConfigError(f"batch = {batch}: members of a parameter server change; give one figure")
         super().__init__(host, source, settings, seed, extras)
         chosen = strategy(self.settings.strategy)
         assert isinstance(chosen, ServerPolicy)

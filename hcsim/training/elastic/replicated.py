@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 
 import msgspec
@@ -53,6 +53,7 @@ class ReplicatedMember(ElasticMember):
         first = len(settings.batch) if isinstance(settings.batch, tuple) else 1
         super().__init__(host, source, settings, seed, extras, ranks=first)
         self.method = recoverable(self.settings, self.learner)
+        self._balance = self.balance(self.method, first)
         self.provenance = NOTHING_YET
         """The provenance when all members last synchronised."""
         self.refused: Counter[int] = Counter()
@@ -98,6 +99,7 @@ class ReplicatedMember(ElasticMember):
         if self._by_links and self.source.ways is not None:
             await follow_links(group, view, self.source.ways)
         run = self.run
+        run.keep_alive()
         self.began(view, run.step)
         if self.checkpoints is not None:
             self._due = self.checkpoints.after(run.step)
@@ -187,6 +189,7 @@ class ReplicatedMember(ElasticMember):
         told = await self._told(group)
         check_arrived(told, routes)
         before = self.provenance.trained.epoch
+        await self._compare_speeds(group)
         self._regroup(group, view, [LocalProgress(each.samples, each.gone) for each in told])
         self.host.trace("synchronised", view.epoch, self.run.step, before)
 
@@ -224,7 +227,9 @@ class ReplicatedMember(ElasticMember):
         kept = run.compressor.state() if self.method.compresses(group) else self._residual()
         compressor.restore({name: array for name, array in kept.items() if not isinstance(array, Phantom)})
         self.method.take_over(progress)
-        self.enter(group, self._dealt(view), compressor)
+        run = self.enter(group, self._dealt(view), compressor)
+        run.balanced_at = run.step
+        run.balance = self._balance if self._balance is not None and self._balance.divides else None
 
     @property
     def _since(self) -> tuple[int, int]:
@@ -232,12 +237,24 @@ class ReplicatedMember(ElasticMember):
         return since if gone <= since[0] else (gone, self.run.batches.position(gone))
 
     def _dealt(self, view: View) -> Batches:
-        batch, given = self.settings.batch, self.provenance.sizes
-        assert batch is not None
-        sizes = [batch] * len(view.members) if isinstance(batch, int) else [given.get(n, 0) for n in view.nodes]
+        given, balance = self.provenance.sizes, self._balance
+        sizes: Sequence[int] = self.batch_sizes(len(view.members))
+        if isinstance(self.settings.batch, tuple):
+            sizes = [given.get(n, 0) for n in view.nodes]
         if not any(sizes):
-            sizes[0] = 1  # before the first synchronisation: nothing is dealt out of it
-        return Batches.of(self.task, self.method.batch_sizes(sizes), self.seed, self.provenance.since)
+            sizes = [1, *sizes[1:]]  # before the first synchronisation: nothing is dealt out of it
+        turns = None
+        if balance is not None and len(balance.costs) == len(view.members):
+            sizes, turns = balance.best(sizes)
+            self.method.follow(balance.costs, sum(sizes))
+        return Batches.of(self.task, self.method.batch_sizes(sizes), self.seed, self.provenance.since, turns)
+
+    async def _compare_speeds(self, group: Group) -> None:
+        """Exchange what steps cost the members, if that decides what each of them does."""
+        balance = self._balance
+        if balance is not None:
+            told = await gather_echoed(group, balance.told().view(np.int64))
+            balance.agree([each.view(np.float64) for each in told], group.rank)
 
     def _given_sizes(self, view: View) -> dict[str, int]:
         """Return the configured batch sizes by node. The list is for the members that training begins with, in their

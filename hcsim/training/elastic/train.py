@@ -60,7 +60,7 @@ async def follow(member: ElasticMember, wire: Wire) -> Report:
     wire = msgspec.structs.replace(wire, connect_timeout_s=patience_s)
     epoch = -1
     reception = GroupListener(host, await host.listen(source.us.address))
-    source.check_with(partial(check_all, host))
+    source.check_with(partial(check_all, host, is_busy=lambda: member.is_busy_as_usual))
     try:
         while (view := await next_view(host, source, epoch, member.leaving, _outcome(member))) is not None:
             epoch = view.epoch

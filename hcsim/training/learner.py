@@ -25,15 +25,17 @@ class TimeAccounting:
     """Seconds by purpose, on this rank's clock."""
 
     def __init__(self, host: Host) -> None:
+        self._host = host
         self._clock = host.clock
         self.seconds = dict.fromkeys(("compute", "encode", "exchange"), 0.0)
 
     @contextmanager
-    def spent_on(self, what: str) -> Iterator[None]:
-        """Account the time that passes in this block."""
+    def spent_on(self, what: str, detail: str = "") -> Iterator[None]:
+        """Account the time that passes in this block; `detail` names the work in a timeline."""
         start_s = self._clock.elapsed()
         try:
-            yield
+            with self._host.interval(what, detail):
+                yield
         finally:
             self.seconds[what] += self._clock.elapsed() - start_s
 
@@ -60,11 +62,12 @@ class Learner:
             gradients.fill(0.0)
         loss = float("nan")
         if len(batch):
-            loss = await self.run(forward_work(self.task, len(batch)), partial(self.replica.forward, batch))
+            loss = await self.run(forward_work(self.task, len(batch)), partial(self.replica.forward, batch), "forward")
         for block in reversed(range(len(self.task.blocks))):
             if len(batch):
                 work = backward_work(self.task.blocks[block], len(batch))
-                await self.run(work, partial(self.replica.backward, block), self._gradients_of(block))
+                backward = partial(self.replica.backward, block)
+                await self.run(work, backward, f"backward {block}", self._gradients_of(block))
             if ready is not None:
                 await ready(block)
         return loss
@@ -74,15 +77,17 @@ class Learner:
         if max_norm is not None:
             gradients = self.replica.gradients
             work = update_work(3.0 * gradients.nbytes / 4, 3.0 * gradients.nbytes)
-            await self.run(work, partial(clip, gradients, max_norm))
+            await self.run(work, partial(clip, gradients, max_norm), "clip")
 
     async def update(self, lr: float) -> None:
         """Take one step of the optimizer with the gradients in place."""
-        await self.run(self._update_work, partial(self.stepper.step, self.replica.gradients, lr))
+        await self.run(self._update_work, partial(self.stepper.step, self.replica.gradients, lr), "update")
 
-    async def run(self, work: Work, function: Callable[[], T], into: memoryview | None = None) -> T:
+    async def run(
+        self, work: Work, function: Callable[[], T], name: str = "", into: memoryview | None = None
+    ) -> T:
         """Run `function` on the device, and account its time."""
-        with self.ledger.spent_on("compute"):
+        with self.ledger.spent_on("compute", name):
             return await self.host.device.run(work, function, into)
 
     def _gradients_of(self, block: int) -> memoryview | None:

@@ -130,6 +130,7 @@ class AdmittedHost:
         self.rng = host.rng
         self.trace = host.trace
         self.note = host.note
+        self.interval = host.interval
         self.metrics = host.metrics
 
     @property

@@ -1,0 +1,106 @@
+"""What the machines of a run did, from when to when, as a timeline has collected it. All times are whole nanoseconds.
+
+A machine's device does one piece of work after the other. A transfer is a frame, from the moment at which its sender
+has handed it over to the moment at which it has arrived whole, so it includes the wait for the frames before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, TypeAlias
+
+Span: TypeAlias = tuple[int, int]
+
+
+class Work(NamedTuple):
+    """One piece of work of a device."""
+
+    begin_ns: int
+    end_ns: int
+    purpose: str
+    """ "compute" or "encode"."""
+    name: str
+
+
+class Transfer(NamedTuple):
+    """A frame under way."""
+
+    begin_ns: int
+    end_ns: int
+    source: str
+    target: str
+
+
+class Step(NamedTuple):
+    """A step of a training, or a repetition of a job, on one machine."""
+
+    begin_ns: int
+    end_ns: int
+    number: int
+
+
+class Activity:
+    """What one machine did."""
+
+    def __init__(self) -> None:
+        self.work: list[Work] = []
+        """In order, without overlap."""
+        self.arrivals: list[Transfer] = []
+        """In the order in which they arrived."""
+        self.departures: list[Transfer] = []
+        """In the order in which they arrived."""
+        self.operations: list[Span] = []
+        """Collective operations, in the order in which they ended."""
+        self.steps: list[Step] = []
+        self.stopped: list[Span] = []
+        """When it was suspended, asleep or down."""
+
+    def communication(self) -> list[Span]:
+        """Return when data were on their way to or from the machine; where that is unknown, when it took part in an
+        operation."""
+        transfers = [*self.arrivals, *self.departures]
+        return union([each[:2] for each in transfers] if transfers else self.operations)
+
+    def worked(self, purpose: str) -> list[Span]:
+        """Return when the device was busy with this, without the time in which the machine stood still."""
+        spans = union(each[:2] for each in self.work if each.purpose == purpose)
+        return difference(spans, union(self.stopped))
+
+
+def union(spans: Iterable[Span]) -> list[Span]:
+    """Return the same time as spans in order that do not touch."""
+    joined: list[Span] = []
+    for begin_ns, end_ns in sorted(spans):
+        if joined and begin_ns <= joined[-1][1]:
+            if end_ns > joined[-1][1]:
+                joined[-1] = (joined[-1][0], end_ns)
+        elif end_ns > begin_ns:
+            joined.append((begin_ns, end_ns))
+    return joined
+
+
+def difference(spans: Sequence[Span], others: Sequence[Span]) -> list[Span]:
+    """Return what the others leave of the spans; both are in order, without overlap."""
+    left: list[Span] = []
+    start = 0
+    for begin_ns, end_ns in spans:
+        while start < len(others) and others[start][1] <= begin_ns:
+            start += 1
+        at = start
+        while at < len(others) and others[at][0] < end_ns:
+            if others[at][0] > begin_ns:
+                left.append((begin_ns, others[at][0]))
+            begin_ns = max(begin_ns, others[at][1])
+            at += 1
+        if begin_ns < end_ns:
+            left.append((begin_ns, end_ns))
+    return left
+
+
+def intersection(spans: Sequence[Span], others: Sequence[Span]) -> list[Span]:
+    """Return the time that is in both; both are in order, without overlap."""
+    return difference(spans, difference(spans, others))
+
+
+def length_ns(spans: Iterable[Span]) -> int:
+    return sum(end_ns - begin_ns for begin_ns, end_ns in spans)

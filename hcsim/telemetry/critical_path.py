@@ -1,0 +1,154 @@
+"""The critical path of a run: the chain of work and transfers that leads to its end without a gap.
+
+It is found backwards, as in Lumos (arXiv 2504.09307) and Holistic Trace Analysis. Whatever a machine begins at a moment
+was made possible by what ended there last: a piece of its own work, or a frame that arrived. In the simulator nothing
+lies between the two, to the nanosecond, unless messages cost processor time. Work leads back to its own begin, on the
+same machine; a frame leads back to the moment at which its sender handed it over, on the sender's machine. What no event
+explains is a segment, too: the machine stood still (a fault), its data were held up by those ahead of them (the network),
+or it waited for a timer or for its processor to handle messages.
+
+The segments follow one another without gap or overlap, so their lengths add up to the time from begin to end exactly.
+
+If all work of a machine takes less time, this path becomes shorter by its share of it, and any other path that is now the
+longest cannot be longer than it was: so what is said to be gained is the most that can be gained.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from hcsim.telemetry.activity import Activity, Span, Transfer, Work, union
+
+COMPUTE, ENCODE, NETWORK, FAULT, OTHER = "compute", "encode", "network", "fault", "other"
+
+
+class Segment(NamedTuple):
+    """A part of the path."""
+
+    begin_ns: int
+    end_ns: int
+    kind: str
+    machine: str
+    """Where the time passes; of a transfer, the sender."""
+    target: str = ""
+    """Of a transfer."""
+    name: str = ""
+    """Of work."""
+
+    @property
+    def length_ns(self) -> int:
+        return self.end_ns - self.begin_ns
+
+    def __str__(self) -> str:
+        if self.kind == NETWORK:
+            return f"{self.machine} → {self.target}"
+        return f"{self.machine}: {' '.join(filter(None, (self.kind, self.name)))}"
+
+
+class Causes:
+    """What led to what, on all machines."""
+
+    def __init__(self, machines: Mapping[str, Activity]) -> None:
+        self._ended: dict[str, list[Work | Transfer]] = {}
+        self._ends_ns: dict[str, list[int]] = {}
+        self._stopped = {name: union(activity.stopped) for name, activity in machines.items()}
+        self._departures = {name: _Departures(activity.departures) for name, activity in machines.items()}
+        for name, activity in machines.items():
+            # Work comes last of what ends at one moment: its own work is what a machine goes on from.
+            events: list[Work | Transfer] = [*activity.arrivals, *activity.work]
+            events.sort(key=lambda event: event.end_ns)
+            self._ended[name] = events
+            self._ends_ns[name] = [event.end_ns for event in events]
+
+    def back(self, machine: str, span: Span) -> Iterator[Segment]:
+        """Yield the segments that lead to the end of the span on this machine, from the last to the first."""
+        begin_ns, now_ns = span
+        limits: dict[str, int] = {}
+        while now_ns > begin_ns:
+            events = self._ended[machine]
+            last = min(bisect_right(self._ends_ns[machine], now_ns), limits.get(machine, len(events))) - 1
+            limits[machine] = last  # each event at most once: transfers may take no time
+            event = events[last] if last >= 0 else None
+            ended_ns = begin_ns if event is None else max(event.end_ns, begin_ns)
+            yield from self._unexplained(machine, (ended_ns, now_ns))
+            if event is None or event.end_ns <= begin_ns:
+                return
+            now_ns, cut_ns = event.begin_ns, max(event.begin_ns, begin_ns)
+            if isinstance(event, Transfer):
+                if cut_ns < ended_ns:
+                    yield Segment(cut_ns, ended_ns, NETWORK, event.source, event.target)
+                machine = event.source
+            else:
+                yield from self._work(machine, event, (cut_ns, ended_ns))
+
+    def path(self, machine: str, span: Span) -> list[Segment]:
+        """Return the segments in order; parts of one kind that follow each other on one machine are joined."""
+        joined: list[Segment] = []
+        for segment in reversed(list(self.back(machine, span))):
+            if joined and segment[2:] == joined[-1][2:]:
+                joined[-1] = joined[-1]._replace(end_ns=segment.end_ns)
+            else:
+                joined.append(segment)
+        return joined
+
+    def _work(self, machine: str, work: Work, span: Span) -> Iterator[Segment]:
+        for begin_ns, end_ns, is_fault in _parts(span, self._stopped[machine]):
+            if is_fault:
+                yield Segment(begin_ns, end_ns, FAULT, machine)
+            else:
+                yield Segment(begin_ns, end_ns, work.purpose, machine, name=work.name)
+
+    def _unexplained(self, machine: str, span: Span) -> Iterator[Segment]:
+        departures = self._departures[machine]
+        for begin_ns, end_ns, is_fault in _parts(span, self._stopped[machine]):
+            if is_fault:
+                yield Segment(begin_ns, end_ns, FAULT, machine)
+                continue
+            for since_ns, until_ns, is_sending in _parts((begin_ns, end_ns), departures.spans):
+                target = departures.target(until_ns) if is_sending else ""
+                yield Segment(since_ns, until_ns, NETWORK if is_sending else OTHER, machine, target)
+
+
+class _Departures:
+    """The frames that one machine sent."""
+
+    def __init__(self, departures: Sequence[Transfer]) -> None:
+        self.spans = union(each[:2] for each in departures)
+        self._departures = departures
+        self._ends_ns = [each.end_ns for each in departures]
+
+    def target(self, until_ns: int) -> str:
+        """Return to whom the frame was that arrived next, then or later."""
+        return self._departures[bisect_left(self._ends_ns, until_ns)].target
+
+
+def _parts(span: Span, marked: Sequence[Span]) -> Iterator[tuple[int, int, bool]]:
+    """Yield the parts of a span from the last to the first, each with whether it is within the marked time, which is in
+    order."""
+    begin_ns, at_ns = span
+    number = bisect_left(marked, at_ns, key=lambda each: each[0]) - 1
+    while at_ns > begin_ns:
+        since_ns, until_ns = marked[number] if number >= 0 else (begin_ns, begin_ns)
+        if until_ns < at_ns:
+            yield max(until_ns, begin_ns), at_ns, False
+        if since_ns < until_ns and until_ns > begin_ns:
+            yield max(since_ns, begin_ns), min(until_ns, at_ns), True
+        at_ns, number = since_ns, number - 1
+
+
+def shares(path: Iterable[Segment]) -> Counter[tuple[str, str, str]]:
+    """Return the time on the path by kind, machine and target."""
+    spent: Counter[tuple[str, str, str]] = Counter()
+    for segment in path:
+        spent[segment.kind, segment.machine, segment.target] += segment.length_ns
+    return spent
+
+
+def most_gained(path: Sequence[Segment], kind: str, machine: str, speed: float) -> float:
+    """Return by which share of the whole time the run would be shorter, at most, if this took 1/speed of its time."""
+    whole_ns = path[-1].end_ns - path[0].begin_ns
+    spent_ns = sum(each.length_ns for each in path if (each.kind, each.machine) == (kind, machine))
+    return spent_ns * (1.0 - 1.0 / speed) / whole_ns

@@ -29,6 +29,7 @@ from hcsim.config import Cluster, Job, Tcp, Training
 from hcsim.config.file import as_read
 from hcsim.config.table import Count, Table, explain
 from hcsim.errors import ConfigError, UsageError
+from hcsim.telemetry.timeline import MOST_STEPS
 from hcsim.transport.groups import MAX_FRAME_BYTES, Wire
 from hcsim.units import PositiveBytes, PositiveSeconds, Share, decode_quantity, did_you_mean
 
@@ -74,6 +75,13 @@ class PredictionSettings(Table, frozen=True):
     """Variants of the scenario from which p10 and p90 follow; left out, 16 where that is quick, and 0 for none."""
 
 
+class TimelineSettings(Table, frozen=True):
+    """How much a timeline shows."""
+
+    timeline_steps: Count = MOST_STEPS
+    """The number of steps after which a timeline ends."""
+
+
 TABLES: dict[str, type[Table]] = {
     "training": Training,
     "job": Job,
@@ -82,6 +90,7 @@ TABLES: dict[str, type[Table]] = {
     "wire": WireSettings,
     "machine": ThisMachine,
     "prediction": PredictionSettings,
+    "timeline": TimelineSettings,
 }
 """The tables whose keys `--set` accepts."""
 
@@ -93,6 +102,7 @@ _ONLY = {
     "wire": "in a virtual run, or without a script",
     "machine": "with --real",
     "prediction": "where something is learned (--task)",
+    "timeline": "with --timeline",
     "prediction.twin": "with --real, where something is learned (--task)",
 }
 

@@ -2,13 +2,14 @@
 
     step = compute + encode + exposed communication + idle
 
-The device of a machine computes or encodes, or is quiet. What it waits for then is what leads to its next piece of work
-(see `critical_path.py`): communication is exposed while that is on its way through the network, and the machine is idle
-while it is still to be computed by another machine, or held up by anything else. Communication is hidden while the device
-works. The words are those of Holistic Trace Analysis, which has no causes: for it all time in a collective is
-communication, be it only a wait for the slowest.
+The device of a machine computes or encodes, or is quiet. What it waits for then is what leads to its next piece of
+work (see `critical_path.py`): communication is exposed while that is on its way through the network, and the machine
+is idle while it is still to be computed by another machine, or held up by anything else. Communication is hidden
+while the device works. The words are those of Holistic Trace Analysis, which has no causes: for it all time in a
+collective is communication, be it only a wait for the slowest.
 
-Where frames are not recorded, as on a real machine, which sees only itself, communication is any collective operation.
+Where frames are not recorded, as on a real machine, which sees only itself, communication is any collective
+operation.
 """
 
 from __future__ import annotations

@@ -1,16 +1,17 @@
 """The critical path of a run: the chain of work and transfers that leads to its end without a gap.
 
-It is found backwards, as in Lumos (arXiv 2504.09307) and Holistic Trace Analysis. Whatever a machine begins at a moment
-was made possible by what ended there last: a piece of its own work, or a frame that arrived. In the simulator nothing
-lies between the two, to the nanosecond, unless messages cost processor time. Work leads back to its own begin, on the
-same machine; a frame leads back to the moment at which its sender handed it over, on the sender's machine. What no event
-explains is a segment, too: the machine stood still (a fault), its data were held up by those ahead of them (the network),
-or it waited for a timer or for its processor to handle messages.
+It is found backwards, as in Lumos (arXiv 2504.09307) and Holistic Trace Analysis. Whatever a machine begins at a
+moment was made possible by what ended there last: a piece of its own work, or a frame that arrived. In the simulator
+nothing lies between the two, to the nanosecond, unless messages cost processor time. Work leads back to its own
+begin, on the same machine; a frame leads back to the moment at which its sender handed it over, on the sender's
+machine. What no event explains is a segment, too: its data were held up by those ahead of them (the network), or it
+waited for a timer or for its processor to handle messages. A machine that stood still (a fault) did nothing with what
+arrived meanwhile.
 
 The segments follow one another without gap or overlap, so their lengths add up to the time from begin to end exactly.
 
-If all work of a machine takes less time, this path becomes shorter by its share of it, and any other path that is now the
-longest cannot be longer than it was: so what is said to be gained is the most that can be gained.
+If all work of a machine takes less time, this path becomes shorter by its share of it, and any other path that is now
+the longest cannot be longer than it was: so what is said to be gained is the most that can be gained.
 """
 
 from __future__ import annotations
@@ -68,14 +69,20 @@ class Causes:
         begin_ns, now_ns = span
         limits: dict[str, int] = {}
         while now_ns > begin_ns:
+            stop_ns, thaw_ns = self._last_stop(machine, now_ns)
+            if thaw_ns >= now_ns:
+                yield Segment(max(stop_ns, begin_ns), now_ns, FAULT, machine)
+                now_ns = stop_ns
+                continue
             events = self._ended[machine]
             last = min(bisect_right(self._ends_ns[machine], now_ns), limits.get(machine, len(events))) - 1
-            limits[machine] = last  # each event at most once: transfers may take no time
-            event = events[last] if last >= 0 else None
-            ended_ns = begin_ns if event is None else max(event.end_ns, begin_ns)
+            event = events[last] if last >= 0 and events[last].end_ns >= max(thaw_ns, begin_ns) else None
+            ended_ns = max(thaw_ns, begin_ns) if event is None else event.end_ns
             yield from self._unexplained(machine, (ended_ns, now_ns))
-            if event is None or event.end_ns <= begin_ns:
-                return
+            now_ns = ended_ns
+            if event is None:
+                continue
+            limits[machine] = last  # each event at most once: transfers may take no time
             now_ns, cut_ns = event.begin_ns, max(event.begin_ns, begin_ns)
             if isinstance(event, Transfer):
                 if cut_ns < ended_ns:
@@ -83,6 +90,12 @@ class Causes:
                 machine = event.source
             else:
                 yield from self._work(machine, event, (cut_ns, ended_ns))
+
+    def _last_stop(self, machine: str, now_ns: int) -> Span:
+        """Return when the machine last stood still before this moment, or an empty span before all times."""
+        stopped = self._stopped[machine]
+        number = bisect_left(stopped, now_ns, key=lambda each: each[0]) - 1
+        return stopped[number] if number >= 0 else (-1, -1)
 
     def path(self, machine: str, span: Span) -> list[Segment]:
         """Return the segments in order; parts of one kind that follow each other on one machine are joined."""
@@ -103,13 +116,9 @@ class Causes:
 
     def _unexplained(self, machine: str, span: Span) -> Iterator[Segment]:
         departures = self._departures[machine]
-        for begin_ns, end_ns, is_fault in _parts(span, self._stopped[machine]):
-            if is_fault:
-                yield Segment(begin_ns, end_ns, FAULT, machine)
-                continue
-            for since_ns, until_ns, is_sending in _parts((begin_ns, end_ns), departures.spans):
-                target = departures.target(until_ns) if is_sending else ""
-                yield Segment(since_ns, until_ns, NETWORK if is_sending else OTHER, machine, target)
+        for since_ns, until_ns, is_sending in _parts(span, departures.spans):
+            target = departures.target(until_ns) if is_sending else ""
+            yield Segment(since_ns, until_ns, NETWORK if is_sending else OTHER, machine, target)
 
 
 class _Departures:
@@ -147,8 +156,9 @@ def shares(path: Iterable[Segment]) -> Counter[tuple[str, str, str]]:
     return spent
 
 
-def most_gained(path: Sequence[Segment], kind: str, machine: str, speed: float) -> float:
-    """Return by which share of the whole time the run would be shorter, at most, if this took 1/speed of its time."""
+def most_gained(path: Sequence[Segment], kind: str, machine: str | None, speed: float) -> float:
+    """Return by which share of the whole time the run would be shorter, at most, if this took 1/speed of its time, on
+    one machine or on all."""
     whole_ns = path[-1].end_ns - path[0].begin_ns
-    spent_ns = sum(each.length_ns for each in path if (each.kind, each.machine) == (kind, machine))
+    spent_ns = sum(each.length_ns for each in path if each.kind == kind and machine in (None, each.machine))
     return spent_ns * (1.0 - 1.0 / speed) / whole_ns

@@ -2,10 +2,11 @@
 
 A file is a sequence of packets, each a field of the outermost message, so it can be written as it comes into being.
 Only a dozen fields of the schema are needed, so they are encoded here: a varint is seven bits to a byte, least
-significant first; a field is its number and wire type, then a varint (type 0), eight bytes (1), or a length and so many
-bytes (2). The library `protobuf` and the generated schema would be two dependencies for as many lines.
+significant first; a field is its number and wire type, then a varint (type 0), eight bytes (1), or a length and so
+many bytes (2). The library `protobuf` and the generated schema would be two dependencies for as many lines.
 
-The numbers are those of protos/perfetto/trace/{trace_packet,track_event/track_event,track_event/track_descriptor}.proto.
+The numbers are those of
+protos/perfetto/trace/{trace_packet,track_event/track_event,track_event/track_descriptor}.proto.
 """
 
 from __future__ import annotations
@@ -83,9 +84,7 @@ class PerfettoFile:
         self._event(begin_ns, track, _BEGIN, b"".join(about))
         self._event(end_ns, track, _END, b"")
 
-    def instant(
-        self, track: int, at_ns: int, name: str, notes: Notes = _NO_NOTES, flows: Iterable[int] = ()
-    ) -> None:
+    def instant(self, track: int, at_ns: int, name: str, notes: Notes = _NO_NOTES, flows: Iterable[int] = ()) -> None:
         """Write an instant, at which the flows end."""
         about = [_text(_Field.EVENT_NAME, name), *map(_note, notes.items())]
         about += [_fixed64(_Field.EVENT_LAST_FLOWS, flow) for flow in flows]

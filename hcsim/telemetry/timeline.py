@@ -3,8 +3,8 @@
 One process for each machine, with tracks for its steps, for what its device computes and encodes, for the time in which
 training waits, for its collective operations, for what goes to and comes from each other machine, and for what happened
 to it. Slices of a track never overlap: where several things are under way at once, they are on several tracks of one
-name, which the page shows as one. A frame is a slice from its send to its delivery, with an arrow to the delivery. At the
-end the steps are written, each with its breakdown, and the critical path.
+name, which the page shows as one. A frame is a slice from its send to its delivery, with an arrow to the delivery. At
+the end the steps are written, each with its breakdown, and the critical path.
 
 Slices are written as soon as they are known. What the analysis needs is kept, so a run that is too long for it is cut:
 after a number of steps, or of events.
@@ -84,6 +84,7 @@ class Timeline(IntervalSink):
         self._flows = 0
         self._is_over = False
         self._now_ns = 0
+        self._analysis: Analysis | None = None
         self._take: dict[str, Callable[[int, str, Sequence[Any]], None]] = {
             "begin": self._begin,
             "end": self._end,
@@ -106,6 +107,11 @@ class Timeline(IntervalSink):
 
     def end(self) -> Analysis:
         """Write what is known only at the end, and return the analysis. Nothing is taken in after that."""
+        if self._analysis is None:
+            self._analysis = self._analysed()
+        return self._analysis
+
+    def _analysed(self) -> Analysis:
         is_cut, self._is_over = self._is_over, True
         for machine in self._machines.values():
             self._go_on(machine, self._now_ns)

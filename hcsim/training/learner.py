@@ -83,9 +83,7 @@ class Learner:
         """Take one step of the optimizer with the gradients in place."""
         await self.run(self._update_work, partial(self.stepper.step, self.replica.gradients, lr), "update")
 
-    async def run(
-        self, work: Work, function: Callable[[], T], name: str = "", into: memoryview | None = None
-    ) -> T:
+    async def run(self, work: Work, function: Callable[[], T], name: str = "", into: memoryview | None = None) -> T:
         """Run `function` on the device, and account its time."""
         with self.ledger.spent_on("compute", name):
             return await self.host.device.run(work, function, into)

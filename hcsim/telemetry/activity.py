@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, TypeAlias
 
-Span: TypeAlias = tuple[int, int]
+SpanNs: TypeAlias = tuple[int, int]
 
 
-class Work(NamedTuple):
+class DeviceWork(NamedTuple):
     """One piece of work of a device."""
 
     begin_ns: int
@@ -22,7 +22,7 @@ class Work(NamedTuple):
     name: str
 
 
-class Transfer(NamedTuple):
+class FrameTransfer(NamedTuple):
     """A frame under way."""
 
     begin_ns: int
@@ -31,7 +31,7 @@ class Transfer(NamedTuple):
     target: str
 
 
-class Step(NamedTuple):
+class StepSpan(NamedTuple):
     """A step of a training, or a repetition of a job, on one machine."""
 
     begin_ns: int
@@ -39,37 +39,37 @@ class Step(NamedTuple):
     number: int
 
 
-class Activity:
+class MachineActivity:
     """What one machine did."""
 
     def __init__(self) -> None:
-        self.work: list[Work] = []
+        self.work: list[DeviceWork] = []
         """In order, without overlap."""
-        self.arrivals: list[Transfer] = []
+        self.arrivals: list[FrameTransfer] = []
         """In the order in which they arrived."""
-        self.departures: list[Transfer] = []
+        self.departures: list[FrameTransfer] = []
         """In the order in which they arrived."""
-        self.operations: list[Span] = []
+        self.operations: list[SpanNs] = []
         """Collective operations, in the order in which they ended."""
-        self.steps: list[Step] = []
-        self.stopped: list[Span] = []
+        self.steps: list[StepSpan] = []
+        self.stopped: list[SpanNs] = []
         """When it was suspended, asleep or down."""
 
-    def communication(self) -> list[Span]:
+    def communication(self) -> list[SpanNs]:
         """Return when data were on their way to or from the machine; where that is unknown, when it took part in an
         operation."""
         transfers = [*self.arrivals, *self.departures]
         return union([each[:2] for each in transfers] if transfers else self.operations)
 
-    def worked(self, purpose: str) -> list[Span]:
+    def worked(self, purpose: str) -> list[SpanNs]:
         """Return when the device was busy with this, without the time in which the machine stood still."""
         spans = union(each[:2] for each in self.work if each.purpose == purpose)
         return difference(spans, union(self.stopped))
 
 
-def union(spans: Iterable[Span]) -> list[Span]:
+def union(spans: Iterable[SpanNs]) -> list[SpanNs]:
     """Return the same time as spans in order that do not touch."""
-    joined: list[Span] = []
+    joined: list[SpanNs] = []
     for begin_ns, end_ns in sorted(spans):
         if joined and begin_ns <= joined[-1][1]:
             if end_ns > joined[-1][1]:
@@ -79,9 +79,9 @@ def union(spans: Iterable[Span]) -> list[Span]:
     return joined
 
 
-def difference(spans: Sequence[Span], others: Sequence[Span]) -> list[Span]:
+def difference(spans: Sequence[SpanNs], others: Sequence[SpanNs]) -> list[SpanNs]:
     """Return what the others leave of the spans; both are in order, without overlap."""
-    left: list[Span] = []
+    left: list[SpanNs] = []
     start = 0
     for begin_ns, end_ns in spans:
         while start < len(others) and others[start][1] <= begin_ns:
@@ -97,10 +97,10 @@ def difference(spans: Sequence[Span], others: Sequence[Span]) -> list[Span]:
     return left
 
 
-def intersection(spans: Sequence[Span], others: Sequence[Span]) -> list[Span]:
+def intersection(spans: Sequence[SpanNs], others: Sequence[SpanNs]) -> list[SpanNs]:
     """Return the time that is in both; both are in order, without overlap."""
     return difference(spans, difference(spans, others))
 
 
-def length_ns(spans: Iterable[Span]) -> int:
+def length_ns(spans: Iterable[SpanNs]) -> int:
     return sum(end_ns - begin_ns for begin_ns, end_ns in spans)

@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
-from hcsim.telemetry.activity import Activity, Span, difference, intersection, length_ns, union
+from hcsim.telemetry.activity import MachineActivity, SpanNs, difference, intersection, length_ns, union
 from hcsim.telemetry.critical_path import NETWORK, OTHER, Causes
 
 Cause: TypeAlias = tuple[str, str]
@@ -48,7 +48,7 @@ class StepBreakdown(NamedTuple):
         return self.end_ns - self.begin_ns
 
 
-def breakdown(machines: Mapping[str, Activity]) -> Iterator[StepBreakdown]:
+def breakdown(machines: Mapping[str, MachineActivity]) -> Iterator[StepBreakdown]:
     """Yield the steps of each machine."""
     causes = Causes(machines) if any(activity.arrivals for activity in machines.values()) else None
     for name, activity in machines.items():
@@ -75,7 +75,7 @@ def breakdown(machines: Mapping[str, Activity]) -> Iterator[StepBreakdown]:
             )
 
 
-def _by_causes(causes: Causes, machine: str, quiet: Sequence[Span]) -> Counter[Cause]:
+def _by_causes(causes: Causes, machine: str, quiet: Sequence[SpanNs]) -> Counter[Cause]:
     found: Counter[Cause] = Counter()
     for gap in quiet:
         for segment in causes.back(machine, gap):
@@ -84,7 +84,7 @@ def _by_causes(causes: Causes, machine: str, quiet: Sequence[Span]) -> Counter[C
     return found
 
 
-def _by_operations(machine: str, quiet: Sequence[Span], moving: Sequence[Span]) -> Counter[Cause]:
+def _by_operations(machine: str, quiet: Sequence[SpanNs], moving: Sequence[SpanNs]) -> Counter[Cause]:
     exposed_ns = length_ns(intersection(quiet, moving))
     return +Counter({(NETWORK, "operations"): exposed_ns, (OTHER, machine): length_ns(quiet) - exposed_ns})
 
@@ -92,11 +92,11 @@ def _by_operations(machine: str, quiet: Sequence[Span], moving: Sequence[Span]) 
 class _Spans:
     """Spans in order without overlap, of which those within a window are found quickly if windows come in order."""
 
-    def __init__(self, spans: Sequence[Span]) -> None:
+    def __init__(self, spans: Sequence[SpanNs]) -> None:
         self._spans = spans
         self._first = 0
 
-    def within(self, window: Span) -> list[Span]:
+    def within(self, window: SpanNs) -> list[SpanNs]:
         spans = self._spans
         while self._first and spans[self._first - 1][1] > window[0]:
             self._first -= 1

@@ -21,12 +21,12 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from hcsim.telemetry.activity import Activity, Span, Transfer, Work, union
+from hcsim.telemetry.activity import DeviceWork, FrameTransfer, MachineActivity, SpanNs, union
 
 COMPUTE, ENCODE, NETWORK, FAULT, OTHER = "compute", "encode", "network", "fault", "other"
 
 
-class Segment(NamedTuple):
+class PathSegment(NamedTuple):
     """A part of the path."""
 
     begin_ns: int
@@ -52,26 +52,26 @@ class Segment(NamedTuple):
 class Causes:
     """What led to what, on all machines."""
 
-    def __init__(self, machines: Mapping[str, Activity]) -> None:
-        self._ended: dict[str, list[Work | Transfer]] = {}
+    def __init__(self, machines: Mapping[str, MachineActivity]) -> None:
+        self._ended: dict[str, list[DeviceWork | FrameTransfer]] = {}
         self._ends_ns: dict[str, list[int]] = {}
         self._stopped = {name: union(activity.stopped) for name, activity in machines.items()}
         self._departures = {name: _Departures(activity.departures) for name, activity in machines.items()}
         for name, activity in machines.items():
             # Work comes last of what ends at one moment: its own work is what a machine goes on from.
-            events: list[Work | Transfer] = [*activity.arrivals, *activity.work]
+            events: list[DeviceWork | FrameTransfer] = [*activity.arrivals, *activity.work]
             events.sort(key=lambda event: event.end_ns)
             self._ended[name] = events
             self._ends_ns[name] = [event.end_ns for event in events]
 
-    def back(self, machine: str, span: Span) -> Iterator[Segment]:
+    def back(self, machine: str, span: SpanNs) -> Iterator[PathSegment]:
         """Yield the segments that lead to the end of the span on this machine, from the last to the first."""
         begin_ns, now_ns = span
         limits: dict[str, int] = {}
         while now_ns > begin_ns:
             stop_ns, thaw_ns = self._last_stop(machine, now_ns)
             if thaw_ns >= now_ns:
-                yield Segment(max(stop_ns, begin_ns), now_ns, FAULT, machine)
+                yield PathSegment(max(stop_ns, begin_ns), now_ns, FAULT, machine)
                 now_ns = stop_ns
                 continue
             events = self._ended[machine]
@@ -84,22 +84,22 @@ class Causes:
                 continue
             limits[machine] = last  # each event at most once: transfers may take no time
             now_ns, cut_ns = event.begin_ns, max(event.begin_ns, begin_ns)
-            if isinstance(event, Transfer):
+            if isinstance(event, FrameTransfer):
                 if cut_ns < ended_ns:
-                    yield Segment(cut_ns, ended_ns, NETWORK, event.source, event.target)
+                    yield PathSegment(cut_ns, ended_ns, NETWORK, event.source, event.target)
                 machine = event.source
             else:
                 yield from self._work(machine, event, (cut_ns, ended_ns))
 
-    def _last_stop(self, machine: str, now_ns: int) -> Span:
+    def _last_stop(self, machine: str, now_ns: int) -> SpanNs:
         """Return when the machine last stood still before this moment, or an empty span before all times."""
         stopped = self._stopped[machine]
         number = bisect_left(stopped, now_ns, key=lambda each: each[0]) - 1
         return stopped[number] if number >= 0 else (-1, -1)
 
-    def path(self, machine: str, span: Span) -> list[Segment]:
+    def path(self, machine: str, span: SpanNs) -> list[PathSegment]:
         """Return the segments in order; parts of one kind that follow each other on one machine are joined."""
-        joined: list[Segment] = []
+        joined: list[PathSegment] = []
         for segment in reversed(list(self.back(machine, span))):
             if joined and segment[2:] == joined[-1][2:]:
                 joined[-1] = joined[-1]._replace(end_ns=segment.end_ns)
@@ -107,24 +107,24 @@ class Causes:
                 joined.append(segment)
         return joined
 
-    def _work(self, machine: str, work: Work, span: Span) -> Iterator[Segment]:
+    def _work(self, machine: str, work: DeviceWork, span: SpanNs) -> Iterator[PathSegment]:
         for begin_ns, end_ns, is_fault in _parts(span, self._stopped[machine]):
             if is_fault:
-                yield Segment(begin_ns, end_ns, FAULT, machine)
+                yield PathSegment(begin_ns, end_ns, FAULT, machine)
             else:
-                yield Segment(begin_ns, end_ns, work.purpose, machine, name=work.name)
+                yield PathSegment(begin_ns, end_ns, work.purpose, machine, name=work.name)
 
-    def _unexplained(self, machine: str, span: Span) -> Iterator[Segment]:
+    def _unexplained(self, machine: str, span: SpanNs) -> Iterator[PathSegment]:
         departures = self._departures[machine]
         for since_ns, until_ns, is_sending in _parts(span, departures.spans):
             target = departures.target(until_ns) if is_sending else ""
-            yield Segment(since_ns, until_ns, NETWORK if is_sending else OTHER, machine, target)
+            yield PathSegment(since_ns, until_ns, NETWORK if is_sending else OTHER, machine, target)
 
 
 class _Departures:
     """The frames that one machine sent."""
 
-    def __init__(self, departures: Sequence[Transfer]) -> None:
+    def __init__(self, departures: Sequence[FrameTransfer]) -> None:
         self.spans = union(each[:2] for each in departures)
         self._departures = departures
         self._ends_ns = [each.end_ns for each in departures]
@@ -134,7 +134,7 @@ class _Departures:
         return self._departures[bisect_left(self._ends_ns, until_ns)].target
 
 
-def _parts(span: Span, marked: Sequence[Span]) -> Iterator[tuple[int, int, bool]]:
+def _parts(span: SpanNs, marked: Sequence[SpanNs]) -> Iterator[tuple[int, int, bool]]:
     """Yield the parts of a span from the last to the first, each with whether it is within the marked time, which is in
     order."""
     begin_ns, at_ns = span
@@ -148,7 +148,7 @@ def _parts(span: Span, marked: Sequence[Span]) -> Iterator[tuple[int, int, bool]
         at_ns, number = since_ns, number - 1
 
 
-def shares(path: Iterable[Segment]) -> Counter[tuple[str, str, str]]:
+def shares(path: Iterable[PathSegment]) -> Counter[tuple[str, str, str]]:
     """Return the time on the path by kind, machine and target."""
     spent: Counter[tuple[str, str, str]] = Counter()
     for segment in path:
@@ -156,7 +156,7 @@ def shares(path: Iterable[Segment]) -> Counter[tuple[str, str, str]]:
     return spent
 
 
-def most_gained(path: Sequence[Segment], kind: str, machine: str | None, speed: float) -> float:
+def most_gained(path: Sequence[PathSegment], kind: str, machine: str | None, speed: float) -> float:
     """Return by which share of the whole time the run would be shorter, at most, if this took 1/speed of its time, on
     one machine or on all."""
     whole_ns = path[-1].end_ns - path[0].begin_ns

@@ -17,9 +17,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from hcsim.telemetry.activity import Activity, Step, Transfer, Work
+from hcsim.telemetry.activity import DeviceWork, FrameTransfer, MachineActivity, StepSpan
 from hcsim.telemetry.breakdown import StepBreakdown, breakdown
-from hcsim.telemetry.critical_path import Causes, Segment
+from hcsim.telemetry.critical_path import Causes, PathSegment
 from hcsim.telemetry.perfetto import Notes, PerfettoFile
 from hcsim.telemetry.trace import Event, IntervalSink
 
@@ -41,17 +41,17 @@ _HAPPENED = (
 _NODE = re.compile(r"\bnode='([^']*)'")
 
 
-class Analysis(NamedTuple):
+class TimelineAnalysis(NamedTuple):
     """What a timeline shows, in figures."""
 
     steps: tuple[StepBreakdown, ...]
-    path: tuple[Segment, ...]
+    path: tuple[PathSegment, ...]
     """Empty if frames were not recorded: a real machine sees only itself."""
     is_cut: bool
     """Whether the run went on after the end of the timeline."""
 
 
-class _Machine(Activity):
+class _Machine(MachineActivity):
     """A machine, with its tracks."""
 
     def __init__(self, name: str, rank: int) -> None:
@@ -84,7 +84,7 @@ class Timeline(IntervalSink):
         self._flows = 0
         self._is_over = False
         self._now_ns = 0
-        self._analysis: Analysis | None = None
+        self._analysis: TimelineAnalysis | None = None
         self._take: dict[str, Callable[[int, str, Sequence[Any]], None]] = {
             "begin": self._begin,
             "end": self._end,
@@ -105,20 +105,20 @@ class Timeline(IntervalSink):
                 self._now_ns = int(at_ns)
                 take(int(at_ns), str(where), fields)
 
-    def end(self) -> Analysis:
+    def end(self) -> TimelineAnalysis:
         """Write what is known only at the end, and return the analysis. Nothing is taken in after that."""
         if self._analysis is None:
             self._analysis = self._analysed()
         return self._analysis
 
-    def _analysed(self) -> Analysis:
+    def _analysed(self) -> TimelineAnalysis:
         is_cut, self._is_over = self._is_over, True
         for machine in self._machines.values():
             self._go_on(machine, self._now_ns)
             self._end_view(machine, self._now_ns)
             for _, name, detail in machine.open.values():
                 self._note(machine, "events", _EVENTS, f"did not end: {name} {detail}".rstrip(), {})
-        machines: dict[str, Activity] = dict(self._machines)
+        machines: dict[str, MachineActivity] = dict(self._machines)
         steps = tuple(breakdown(machines))
         for each in steps:
             self._write_step(self._machines[each.machine], each)
@@ -127,7 +127,7 @@ class Timeline(IntervalSink):
             track = self._file.track("critical path", self._file.process("critical path", -1), 0)
             for segment in path:
                 self._file.slice(track, (segment.begin_ns, segment.end_ns), str(segment), {"kind": segment.kind})
-        return Analysis(steps, path, is_cut)
+        return TimelineAnalysis(steps, path, is_cut)
 
     # What happens, by kind of event.
 
@@ -150,11 +150,11 @@ class Timeline(IntervalSink):
             begin_ns = max(begin_ns, machine.busy_until_ns)
             machine.busy_until_ns = at_ns
             if begin_ns < at_ns:
-                machine.work.append(Work(begin_ns, at_ns, purpose, detail))
+                machine.work.append(DeviceWork(begin_ns, at_ns, purpose, detail))
                 self._slice(machine, purpose, _DEVICE[purpose], (begin_ns, at_ns), detail or purpose)
             self._count()
         elif purpose == "repeat":
-            machine.steps.append(Step(begin_ns, at_ns, int(detail)))
+            machine.steps.append(StepSpan(begin_ns, at_ns, int(detail)))
         elif begin_ns < at_ns:
             if purpose == "operation":
                 machine.operations.append((begin_ns, at_ns))
@@ -178,7 +178,7 @@ class Timeline(IntervalSink):
         source, target = (self._machine(name) for name in stream.rpartition("#")[0].split("→"))
         kind, operation, bucket, number, offset, size_bytes = map(int, fields)
         if kind == 0 or size_bytes >= LARGE_BYTES:
-            transfer = Transfer(begin_ns, at_ns, source.name, target.name)
+            transfer = FrameTransfer(begin_ns, at_ns, source.name, target.name)
             source.departures.append(transfer)
             target.arrivals.append(transfer)
         name = f"bucket {bucket}, round {number}" if kind == 0 else _FRAMES[kind]
@@ -194,7 +194,7 @@ class Timeline(IntervalSink):
     def _step(self, at_ns: int, where: str, number: int) -> None:
         machine = self._machine(where)
         if machine.began_ns is not None and machine.began_ns < at_ns:
-            machine.steps.append(Step(machine.began_ns, at_ns, number))
+            machine.steps.append(StepSpan(machine.began_ns, at_ns, number))
             self._is_over |= len(machine.steps) > self._most_steps
         machine.began_ns = at_ns
 
@@ -286,7 +286,7 @@ class Timeline(IntervalSink):
         }
         self._slice(machine, "steps", _STEPS, (each.begin_ns, each.end_ns), f"step {each.number}", notes)
 
-    def _critical_path(self, machines: dict[str, Activity]) -> tuple[Segment, ...]:
+    def _critical_path(self, machines: dict[str, MachineActivity]) -> tuple[PathSegment, ...]:
         ends = [(activity.steps[-1].end_ns, name) for name, activity in machines.items() if activity.steps]
         if not ends or not any(activity.arrivals for activity in machines.values()):
             return ()

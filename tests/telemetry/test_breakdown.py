@@ -8,21 +8,31 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hcsim.telemetry.activity import Activity, Span, Step, Transfer, Work, difference, intersection, length_ns, union
+from hcsim.telemetry.activity import (
+    DeviceWork,
+    FrameTransfer,
+    MachineActivity,
+    SpanNs,
+    StepSpan,
+    difference,
+    intersection,
+    length_ns,
+    union,
+)
 from hcsim.telemetry.breakdown import breakdown
-from hcsim.telemetry.critical_path import Causes, Segment, most_gained, shares
+from hcsim.telemetry.critical_path import Causes, PathSegment, most_gained, shares
 
 NAMES = ("a", "b", "c")
 spans = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60)).map(lambda pair: (min(pair), max(pair))), max_size=8)
 
 
-def instants(of: list[Span]) -> set[int]:
+def instants(of: list[SpanNs]) -> set[int]:
     """All nanoseconds of these spans, one by one."""
     return {at_ns for begin_ns, end_ns in of for at_ns in range(begin_ns, end_ns)}
 
 
 @given(spans, spans)
-def test_the_arithmetic_of_spans_is_that_of_sets_of_nanoseconds(one: list[Span], other: list[Span]) -> None:
+def test_the_arithmetic_of_spans_is_that_of_sets_of_nanoseconds(one: list[SpanNs], other: list[SpanNs]) -> None:
     first, second = union(one), union(other)
     assert instants(first) == instants(one)
     assert length_ns(first) == len(instants(one))
@@ -31,9 +41,9 @@ def test_the_arithmetic_of_spans_is_that_of_sets_of_nanoseconds(one: list[Span],
 
 
 @st.composite
-def activities(draw: st.DrawFn) -> dict[str, Activity]:
+def activities(draw: st.DrawFn) -> dict[str, MachineActivity]:
     """Up to three machines that work, send and stand still at random."""
-    machines = {name: Activity() for name in NAMES[: draw(st.integers(1, 3))]}
+    machines = {name: MachineActivity() for name in NAMES[: draw(st.integers(1, 3))]}
     for activity in machines.values():
         at_ns = 0
         for pause_ns, lasts_ns, purpose in draw(
@@ -41,15 +51,17 @@ def activities(draw: st.DrawFn) -> dict[str, Activity]:
                 st.tuples(st.integers(0, 9), st.integers(1, 9), st.sampled_from(["compute", "encode"])), max_size=6
             )
         ):
-            activity.work.append(Work(at_ns + pause_ns, at_ns + pause_ns + lasts_ns, purpose, ""))
+            activity.work.append(DeviceWork(at_ns + pause_ns, at_ns + pause_ns + lasts_ns, purpose, ""))
             at_ns += pause_ns + lasts_ns
         activity.stopped = draw(spans)
         activity.operations = draw(spans)
         ends = sorted(draw(st.sets(st.integers(1, 70), max_size=4)))
-        activity.steps = [Step(begin, end, n) for n, (begin, end) in enumerate(zip([0, *ends], ends, strict=False), 1)]
+        activity.steps = [
+            StepSpan(begin, end, n) for n, (begin, end) in enumerate(zip([0, *ends], ends, strict=False), 1)
+        ]
     pairs = [(one, other) for one in machines for other in machines if one != other]
     sent = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 9), st.sampled_from(pairs or [("", "")])), max_size=12)
-    transfers = [Transfer(at, at + lasts, *pair) for at, lasts, pair in (draw(sent) if pairs else ())]
+    transfers = [FrameTransfer(at, at + lasts, *pair) for at, lasts, pair in (draw(sent) if pairs else ())]
     for transfer in sorted(transfers, key=lambda each: each.end_ns):
         machines[transfer.source].departures.append(transfer)
         machines[transfer.target].arrivals.append(transfer)
@@ -58,7 +70,7 @@ def activities(draw: st.DrawFn) -> dict[str, Activity]:
 
 @given(activities())
 @settings(max_examples=60)
-def test_the_parts_of_a_step_add_up_to_the_nanosecond(machines: dict[str, Activity]) -> None:
+def test_the_parts_of_a_step_add_up_to_the_nanosecond(machines: dict[str, MachineActivity]) -> None:
     steps = list(breakdown(machines))
     assert len(steps) == sum(len(activity.steps) for activity in machines.values())
     for step in steps:
@@ -70,7 +82,9 @@ def test_the_parts_of_a_step_add_up_to_the_nanosecond(machines: dict[str, Activi
 
 @given(activities(), st.integers(0, 30), st.integers(31, 80))
 @settings(max_examples=60)
-def test_a_path_has_no_gap_and_is_as_long_as_the_run(machines: dict[str, Activity], begin_ns: int, end_ns: int) -> None:
+def test_a_path_has_no_gap_and_is_as_long_as_the_run(
+    machines: dict[str, MachineActivity], begin_ns: int, end_ns: int
+) -> None:
     path = Causes(machines).path("a", (begin_ns, end_ns))
     assert (path[0].begin_ns, path[-1].end_ns) == (begin_ns, end_ns)
     assert all(before.end_ns == after.begin_ns for before, after in pairwise(path))
@@ -80,15 +94,15 @@ def test_a_path_has_no_gap_and_is_as_long_as_the_run(machines: dict[str, Activit
             assert instants([segment[:2]]) <= instants(machines[segment.machine].worked(segment.kind))
 
 
-def a_straggler() -> dict[str, Activity]:
+def a_straggler() -> dict[str, MachineActivity]:
     """a computes for 3 ns and waits for what b sends when it has computed for 10 ns, which is paused from 2 to 5."""
-    a, b = Activity(), Activity()
-    a.work = [Work(0, 3, "compute", "backward"), Work(16, 18, "compute", "update")]
-    b.work = [Work(0, 10, "compute", "backward"), Work(10, 12, "encode", "encode")]
+    a, b = MachineActivity(), MachineActivity()
+    a.work = [DeviceWork(0, 3, "compute", "backward"), DeviceWork(16, 18, "compute", "update")]
+    b.work = [DeviceWork(0, 10, "compute", "backward"), DeviceWork(10, 12, "encode", "encode")]
     b.stopped = [(2, 5)]
-    there, back = Transfer(3, 4, "a", "b"), Transfer(12, 15, "b", "a")
+    there, back = FrameTransfer(3, 4, "a", "b"), FrameTransfer(12, 15, "b", "a")
     a.departures, b.arrivals, b.departures, a.arrivals = [there], [there], [back], [back]
-    a.steps = [Step(0, 20, 1)]
+    a.steps = [StepSpan(0, 20, 1)]
     return {"a": a, "b": b}
 
 
@@ -107,13 +121,13 @@ def test_a_machine_is_idle_while_what_it_waits_for_is_computed_and_communicates_
 def test_the_path_leads_through_the_straggler() -> None:
     path = Causes(a_straggler()).path("a", (0, 18))
     assert path == [
-        Segment(0, 2, "compute", "b", name="backward"),
-        Segment(2, 5, "fault", "b"),
-        Segment(5, 10, "compute", "b", name="backward"),
-        Segment(10, 12, "encode", "b", name="encode"),
-        Segment(12, 15, "network", "b", "a"),
-        Segment(15, 16, "other", "a"),
-        Segment(16, 18, "compute", "a", name="update"),
+        PathSegment(0, 2, "compute", "b", name="backward"),
+        PathSegment(2, 5, "fault", "b"),
+        PathSegment(5, 10, "compute", "b", name="backward"),
+        PathSegment(10, 12, "encode", "b", name="encode"),
+        PathSegment(12, 15, "network", "b", "a"),
+        PathSegment(15, 16, "other", "a"),
+        PathSegment(16, 18, "compute", "a", name="update"),
     ]
     assert most_gained(path, "compute", "b", 2.0) == 3.5 / 18
     assert most_gained(path, "network", None, 1.5) == 3 * (1 - 1 / 1.5) / 18
@@ -123,9 +137,9 @@ def test_the_path_leads_through_the_straggler() -> None:
 
 
 def test_where_no_frames_are_seen_communication_is_what_operations_take() -> None:
-    activity = Activity()
-    activity.work = [Work(0, 4, "compute", "")]
+    activity = MachineActivity()
+    activity.work = [DeviceWork(0, 4, "compute", "")]
     activity.operations = [(3, 8)]
-    activity.steps = [Step(0, 10, 1)]
+    activity.steps = [StepSpan(0, 10, 1)]
     (step,) = breakdown({"a": activity})
     assert (step.compute_ns, step.exposed_ns, step.idle_ns, step.hidden_ns) == (4, 4, 2, 1)

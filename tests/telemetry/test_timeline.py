@@ -23,7 +23,7 @@ from hcsim.launch.real import RealNode, train_in_cluster
 from hcsim.node import ClusterJob
 from hcsim.real.keys import new_secret, save_secret
 from hcsim.telemetry.critical_path import most_gained
-from hcsim.telemetry.timeline import Analysis, Timeline
+from hcsim.telemetry.timeline import Timeline, TimelineAnalysis
 from hcsim.telemetry.trace import Event
 from hcsim.units import PositiveSeconds, Seconds
 from tests.conftest import free_addresses
@@ -33,7 +33,7 @@ from tests.telemetry.trace_processor import query
 TWO_STEPS = Training(task="resnet50", steps=2)
 
 
-def timeline_of(scenario: Scenario | str, training: Training, path: Path) -> Analysis:
+def timeline_of(scenario: Scenario | str, training: Training, path: Path) -> TimelineAnalysis:
     with path.open("wb") as file:
         timeline = Timeline(file.write)
         simulate_training(scenario, training, sink=timeline)
@@ -48,13 +48,13 @@ def with_speeds(gflops: Mapping[str, float]) -> Scenario:
     return replace(scenario, nodes=tuple(nodes))
 
 
-def analysed(gflops: Mapping[str, float]) -> Analysis:
+def analysed(gflops: Mapping[str, float]) -> TimelineAnalysis:
     timeline = Timeline(lambda data: None)
     simulate_training(with_speeds(gflops), TWO_STEPS, sink=timeline).values()
     return timeline.end()
 
 
-def length_ns(analysis: Analysis) -> int:
+def length_ns(analysis: TimelineAnalysis) -> int:
     return analysis.path[-1].end_ns - analysis.path[0].begin_ns
 
 

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from hcsim.cli import screen
 from hcsim.telemetry.breakdown import StepBreakdown
-from hcsim.telemetry.critical_path import COMPUTE, ENCODE, FAULT, NETWORK, OTHER, PathSegment, most_gained, shares
+from hcsim.telemetry.critical_path import COMPUTE, ENCODE, FAULT, NETWORK, OTHER, PathSegment, path_gain, shares
 from hcsim.telemetry.timeline import TimelineAnalysis
 
 _MOST_MACHINES = 16
@@ -59,14 +59,14 @@ def what_limits(path: Sequence[PathSegment]) -> str:
 
 
 def gains(path: Sequence[PathSegment]) -> list[tuple[str, float]]:
-    """Return what would make the run shorter if it were 10 % faster, and by which share of the time at most, the
-    largest first."""
+    """Return what would make the path shorter if it were 10 % faster, and by which share of the time, the largest
+    first."""
     _, by_place = _by_kind(path)
     found = [
-        (f"computing on {machine}", most_gained(path, COMPUTE, machine, _FASTER))
+        (f"computing on {machine}", path_gain(path, COMPUTE, machine, _FASTER))
         for machine in by_place.get(COMPUTE, Counter())
     ]
-    found.append(("the whole network", most_gained(path, NETWORK, None, _FASTER)))
+    found.append(("the whole network", path_gain(path, NETWORK, None, _FASTER)))
     return sorted(((what, gain) for what, gain in found if gain >= _LEAST_GAIN), key=lambda each: -each[1])
 
 
@@ -102,7 +102,7 @@ def _show_gains(found: Sequence[tuple[str, float]]) -> None:
         return
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("10 % faster", no_wrap=True)
-    table.add_column("saves at most", justify="right", no_wrap=True)
+    table.add_column("may save", justify="right", no_wrap=True)
     for what, gain in found[:_MOST_GAINS]:
         table.add_row(what, _percent(gain, 1.0))
     screen.show(table)

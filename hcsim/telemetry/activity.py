@@ -1,7 +1,8 @@
 """What the machines of a run did, from when to when, as a timeline has collected it. All times are whole nanoseconds.
 
 A machine's device does one piece of work after the other. A transfer is a frame, from the moment at which its sender
-has handed it over to the moment at which it has arrived whole, so it includes the wait for the frames before it.
+has handed it over to the moment at which it has arrived whole, so it includes the wait for the frames before it, and
+until the receiver has room for it.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ class FrameTransfer(NamedTuple):
     end_ns: int
     source: str
     target: str
+    held_until_ns: int = -1
+    """When the receiver last made room for it or for those before it; -1 if there was room all the time."""
 
 
 class StepSpan(NamedTuple):
@@ -47,6 +50,8 @@ class MachineActivity:
         """In order, without overlap."""
         self.arrivals: list[FrameTransfer] = []
         """In the order in which they arrived."""
+        self.signals: list[FrameTransfer] = []
+        """Arrivals that are no data: what opens connections, and control messages."""
         self.departures: list[FrameTransfer] = []
         """In the order in which they arrived."""
         self.operations: list[SpanNs] = []

@@ -3,15 +3,17 @@
 It is found backwards, as in Lumos (arXiv 2504.09307) and Holistic Trace Analysis. Whatever a machine begins at a
 moment was made possible by what ended there last: a piece of its own work, or a frame that arrived. In the simulator
 nothing lies between the two, to the nanosecond, unless messages cost processor time. Work leads back to its own
-begin, on the same machine; a frame leads back to the moment at which its sender handed it over, on the sender's
-machine. What no event explains is a segment, too: its data were held up by those ahead of them (the network), or it
-waited for a timer or for its processor to handle messages. A machine that stood still (a fault) did nothing with what
-arrived meanwhile.
+begin, on the same machine. A frame leads back to the moment at which its sender handed it over, on the sender's
+machine, or, if it had to wait for room, to the moment at which its receiver made some. What no event explains is a
+segment, too: the sender's data were held up by those ahead of them (the network), or the machine waited for a timer
+or for its processor to handle messages. A machine that stood still (a fault) did nothing with what arrived meanwhile.
 
 The segments follow one another without gap or overlap, so their lengths add up to the time from begin to end exactly.
 
-If all work of a machine takes less time, this path becomes shorter by its share of it, and any other path that is now
-the longest cannot be longer than it was: so what is said to be gained is the most that can be gained.
+What a faster machine would save follows from its share of the path, if transfers take as long as before: another
+chain may become the longest (then it saves less), and who sends earlier finds other transfers on the same line (then
+it may save less or more). A machine that is not on the path at all changes nothing in the first case. The simulator
+knows better: simulate the faster machine.
 """
 
 from __future__ import annotations
@@ -55,6 +57,8 @@ class Causes:
     def __init__(self, machines: Mapping[str, MachineActivity]) -> None:
         self._ended: dict[str, list[DeviceWork | FrameTransfer]] = {}
         self._ends_ns: dict[str, list[int]] = {}
+        self._signals: dict[str, dict[int, FrameTransfer]] = {}
+        """By their arrival. They count only where they are the whole explanation, to the nanosecond."""
         self._stopped = {name: union(activity.stopped) for name, activity in machines.items()}
         self._departures = {name: _Departures(activity.departures) for name, activity in machines.items()}
         for name, activity in machines.items():
@@ -63,6 +67,7 @@ class Causes:
             events.sort(key=lambda event: event.end_ns)
             self._ended[name] = events
             self._ends_ns[name] = [event.end_ns for event in events]
+            self._signals[name] = {each.end_ns: each for each in activity.signals}
 
     def back(self, machine: str, span: SpanNs) -> Iterator[PathSegment]:
         """Yield the segments that lead to the end of the span on this machine, from the last to the first."""
@@ -77,17 +82,25 @@ class Causes:
             events = self._ended[machine]
             last = min(bisect_right(self._ends_ns[machine], now_ns), limits.get(machine, len(events))) - 1
             event = events[last] if last >= 0 and events[last].end_ns >= max(thaw_ns, begin_ns) else None
+            if event is None or event.end_ns < now_ns:
+                signal = self._signals[machine].get(now_ns)
+                if signal is not None and signal.begin_ns < now_ns:
+                    yield PathSegment(max(signal.begin_ns, begin_ns), now_ns, NETWORK, signal.source, machine)
+                    machine, now_ns = signal.source, signal.begin_ns
+                    continue
             ended_ns = max(thaw_ns, begin_ns) if event is None else event.end_ns
             yield from self._unexplained(machine, (ended_ns, now_ns))
             now_ns = ended_ns
             if event is None:
                 continue
             limits[machine] = last  # each event at most once: transfers may take no time
-            now_ns, cut_ns = event.begin_ns, max(event.begin_ns, begin_ns)
+            is_held = isinstance(event, FrameTransfer) and event.begin_ns < event.held_until_ns < event.end_ns
+            now_ns = event.held_until_ns if isinstance(event, FrameTransfer) and is_held else event.begin_ns
+            cut_ns = max(now_ns, begin_ns)
             if isinstance(event, FrameTransfer):
                 if cut_ns < ended_ns:
                     yield PathSegment(cut_ns, ended_ns, NETWORK, event.source, event.target)
-                machine = event.source
+                machine = event.target if is_held else event.source
             else:
                 yield from self._work(machine, event, (cut_ns, ended_ns))
 
@@ -156,9 +169,9 @@ def shares(path: Iterable[PathSegment]) -> Counter[tuple[str, str, str]]:
     return spent
 
 
-def most_gained(path: Sequence[PathSegment], kind: str, machine: str | None, speed: float) -> float:
-    """Return by which share of the whole time the run would be shorter, at most, if this took 1/speed of its time, on
-    one machine or on all."""
+def path_gain(path: Sequence[PathSegment], kind: str, machine: str | None, speed: float) -> float:
+    """Return by which share of the whole time the path would be shorter if this took 1/speed of its time, on one
+    machine or on all."""
     whole_ns = path[-1].end_ns - path[0].begin_ns
     spent_ns = sum(each.length_ns for each in path if each.kind == kind and machine in (None, each.machine))
     return spent_ns * (1.0 - 1.0 / speed) / whole_ns

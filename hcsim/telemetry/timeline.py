@@ -80,6 +80,10 @@ class Timeline(IntervalSink):
         self._most_steps = most_steps
         self._left = most_events
         self._machines: dict[str, _Machine] = {}
+        self._packets: dict[tuple[str, str], int] = {}
+        """When the last packet of each kind was sent."""
+        self._opened_ns: dict[str, int] = {}
+        """When the receiver last made room, by stream."""
         self._under_way: dict[str, deque[tuple[int, tuple[Any, ...]]]] = {}
         self._flows = 0
         self._is_over = False
@@ -90,6 +94,7 @@ class Timeline(IntervalSink):
             "end": self._end,
             "send": self._send,
             "deliver": self._deliver,
+            "window opens": self._open,
             "machine": self._meet,
             "progress": lambda at_ns, where, fields: self._step(at_ns, where, int(fields[0])),
             "step": lambda at_ns, where, fields: self._step(at_ns, where, int(fields[1])),
@@ -163,24 +168,30 @@ class Timeline(IntervalSink):
             self._count()
 
     def _send(self, at_ns: int, stream: str, fields: Sequence[Any]) -> None:
-        if len(fields) > 1:  # else it is a packet outside of any connection
+        if len(fields) > 1:
             self._under_way.setdefault(stream, deque()).append((at_ns, tuple(fields)))
+        else:  # a packet outside of any connection
+            self._packets[stream, str(fields[0])] = at_ns
+
+    def _open(self, at_ns: int, stream: str, _fields: Sequence[Any]) -> None:
+        self._opened_ns[stream] = at_ns
 
     def _deliver(self, at_ns: int, stream: str, fields: Sequence[Any]) -> None:
         under_way = self._under_way.get(stream)
-        if under_way is None or len(fields) < 2:
+        if len(fields) < 2:
+            sent_ns = self._packets.get((stream, str(fields[0])))
+            if sent_ns is not None:
+                self._arrive(sent_ns, at_ns, stream, is_data=False)
+            return
+        if under_way is None:
             return
         begin_ns, frame = 0, None
         while under_way and frame != tuple(fields):  # one stream delivers in order, or not at all
             begin_ns, frame = under_way.popleft()
         if frame != tuple(fields):
             return
-        source, target = (self._machine(name) for name in stream.rpartition("#")[0].split("→"))
         kind, operation, bucket, number, offset, size_bytes = map(int, fields)
-        if kind == 0 or size_bytes >= LARGE_BYTES:
-            transfer = FrameTransfer(begin_ns, at_ns, source.name, target.name)
-            source.departures.append(transfer)
-            target.arrivals.append(transfer)
+        source, target = self._arrive(begin_ns, at_ns, stream, is_data=kind == 0 or size_bytes >= LARGE_BYTES)
         name = f"bucket {bucket}, round {number}" if kind == 0 else _FRAMES[kind]
         notes = {"operation": operation, "offset": offset, "bytes": size_bytes}
         self._flows += 1
@@ -190,6 +201,15 @@ class Timeline(IntervalSink):
             self._lane(target, f"← {source.name}", _FROM + 2 * source.rank, (at_ns, at_ns)), at_ns, name, notes, flows
         )
         self._count()
+
+    def _arrive(self, begin_ns: int, at_ns: int, stream: str, *, is_data: bool) -> tuple[_Machine, _Machine]:
+        """Keep what has arrived; return its sender and its receiver."""
+        source, target = (self._machine(name) for name in stream.partition("#")[0].split("→"))
+        transfer = FrameTransfer(begin_ns, at_ns, source.name, target.name, self._opened_ns.get(stream, -1))
+        if is_data:
+            source.departures.append(transfer)
+        (target.arrivals if is_data else target.signals).append(transfer)
+        return source, target
 
     def _step(self, at_ns: int, where: str, number: int) -> None:
         machine = self._machine(where)

@@ -20,7 +20,7 @@ from hcsim.telemetry.activity import (
     union,
 )
 from hcsim.telemetry.breakdown import breakdown
-from hcsim.telemetry.critical_path import Causes, PathSegment, most_gained, shares
+from hcsim.telemetry.critical_path import Causes, PathSegment, path_gain, shares
 
 NAMES = ("a", "b", "c")
 spans = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60)).map(lambda pair: (min(pair), max(pair))), max_size=8)
@@ -129,8 +129,8 @@ def test_the_path_leads_through_the_straggler() -> None:
         PathSegment(15, 16, "other", "a"),
         PathSegment(16, 18, "compute", "a", name="update"),
     ]
-    assert most_gained(path, "compute", "b", 2.0) == 3.5 / 18
-    assert most_gained(path, "network", None, 1.5) == 3 * (1 - 1 / 1.5) / 18
+    assert path_gain(path, "compute", "b", 2.0) == 3.5 / 18
+    assert path_gain(path, "network", None, 1.5) == 3 * (1 - 1 / 1.5) / 18
     assert shares(path) == Counter(
         {("compute", "b", ""): 7, ("fault", "b", ""): 3, ("network", "b", "a"): 3, ("compute", "a", ""): 2}
     ) + Counter({("encode", "b", ""): 2, ("other", "a", ""): 1})
@@ -143,3 +143,27 @@ def test_where_no_frames_are_seen_communication_is_what_operations_take() -> Non
     activity.steps = [StepSpan(0, 10, 1)]
     (step,) = breakdown({"a": activity})
     assert (step.compute_ns, step.exposed_ns, step.idle_ns, step.hidden_ns) == (4, 4, 2, 1)
+
+
+def test_a_frame_that_waits_for_room_leads_back_to_its_receiver() -> None:
+    a, b = MachineActivity(), MachineActivity()
+    b.work = [DeviceWork(0, 10, "compute", "backward")]
+    frame = FrameTransfer(2, 14, "a", "b", held_until_ns=10)
+    a.departures, b.arrivals = [frame], [frame]
+    path = Causes({"a": a, "b": b}).path("b", (0, 14))
+    assert path == [PathSegment(0, 10, "compute", "b", name="backward"), PathSegment(10, 14, "network", "a", "b")]
+
+
+def test_what_opens_a_connection_counts_only_where_it_explains_a_begin_to_the_nanosecond() -> None:
+    a, b = MachineActivity(), MachineActivity()
+    a.work = [DeviceWork(0, 5, "compute", "backward")]
+    call, data = FrameTransfer(5, 8, "a", "b"), FrameTransfer(8, 12, "b", "a")
+    b.signals, b.departures, a.arrivals = [call], [data], [data]
+    causes = Causes({"a": a, "b": b})
+    assert causes.path("a", (0, 12)) == [
+        PathSegment(0, 5, "compute", "a", name="backward"),
+        PathSegment(5, 8, "network", "a", "b"),
+        PathSegment(8, 12, "network", "b", "a"),
+    ]
+    a.signals = [FrameTransfer(1, 9, "b", "a")]
+    assert causes.path("a", (0, 10))[-1] == PathSegment(5, 10, "other", "a")

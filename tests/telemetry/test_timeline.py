@@ -22,7 +22,7 @@ from hcsim.config.machine import Machine
 from hcsim.launch.real import RealNode, train_in_cluster
 from hcsim.node import ClusterJob
 from hcsim.real.keys import new_secret, save_secret
-from hcsim.telemetry.critical_path import most_gained
+from hcsim.telemetry.critical_path import path_gain
 from hcsim.telemetry.timeline import Timeline, TimelineAnalysis
 from hcsim.telemetry.trace import Event
 from hcsim.units import PositiveSeconds, Seconds
@@ -41,8 +41,8 @@ def timeline_of(scenario: Scenario | str, training: Training, path: Path) -> Tim
 
 
 def with_speeds(gflops: Mapping[str, float]) -> Scenario:
-    """Machines on an ideal switch that differ in their speed alone."""
-    scenario = on_switch(list(gflops))
+    """Machines on a quick and ideal switch that differ in their speed alone."""
+    scenario = on_switch(list(gflops), rate="40 Gb/s")
     machine = Machine(name="mac", peak_flops=1e9, memory_Bps=1e16, overhead_s=0.0)  # type: ignore[arg-type]
     nodes = (replace(each, machine=replace(machine, peak_flops=gflops[each.name] * 1e9)) for each in scenario.nodes)
     return replace(scenario, nodes=tuple(nodes))
@@ -98,11 +98,11 @@ def test_the_critical_path_is_as_long_as_the_run() -> None:
 def test_what_is_off_the_path_may_be_faster_and_nothing_changes(slow: int, times: int, faster: float) -> None:
     speeds = {"slow": float(slow), "fast": float(slow * times)}
     before = analysed(speeds)
-    assert most_gained(before.path, "compute", "fast", faster) == 0
+    assert path_gain(before.path, "compute", "fast", faster) == 0
     assert length_ns(analysed({**speeds, "fast": speeds["fast"] * faster})) == length_ns(before)
     after = analysed({**speeds, "slow": speeds["slow"] * 1.1})
     gained = 1 - length_ns(after) / length_ns(before)
-    promised = most_gained(before.path, "compute", "slow", 1.1)
+    promised = path_gain(before.path, "compute", "slow", 1.1)
     assert gained <= promised + 1e-6
     assert gained == pytest.approx(promised, rel=0.02), "here nothing else becomes the longest path"
 
@@ -115,13 +115,14 @@ def test_a_fault_is_an_instant_and_the_reason_why_others_wait(tmp_path: Path) ->
     assert paused.compute_ns == alone.compute_ns, "a machine that stands still does not compute"
     assert dict(paused.causes)["fault", "b"] == 500_000_000
     waits = dict(alone.causes)
-    assert waits["fault", "b"] + waits["compute", "b"] == pytest.approx(500_000_000, rel=1e-3)
+    assert waits["fault", "b"] > 100_000_000
+    assert 450_000_000 < waits["fault", "b"] + waits["compute", "b"] < 501_000_000, "b is half a second late"
     found = [packet for packet in packets(tmp_path / "run.pftrace") if packet.track_event.name == "fault: Pause"]
     assert [(packet.timestamp, packet.track_event.type) for packet in found] == [(50_000_000, 3)]
 
 
 def test_what_a_crashed_machine_was_doing_does_not_go_on_to_the_end(tmp_path: Path) -> None:
-    scenario = replace(with_speeds({"a": 2000.0, "b": 2000.0}), faults=(Crash(at_s=Seconds(1.0), node="b"),))
+    scenario = replace(with_speeds({"a": 1000.0, "b": 1000.0}), faults=(Crash(at_s=Seconds(1.0), node="b"),))
     timeline_of(scenario, replace(TWO_STEPS, steps=9), tmp_path / "run.pftrace")
     kinds = schema_tracks(packets(tmp_path / "run.pftrace"))
     assert max(end_ns for (machine, _), spans in kinds.items() if machine == "b" for _, end_ns in spans) <= 10**9

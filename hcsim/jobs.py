@@ -88,7 +88,8 @@ async def run_job(group: Group, job: Job, observe: RepeatObserver) -> list[JobRe
     algorithm = _resolved(group, job)
     laps = []
     for number in range(1, job.repeat + 1):
-        lap = await _repeat(group, job, algorithm, number)
+        with group.host.interval("repeat", number):
+            lap = await _repeat(group, job, algorithm, number)
         laps.append(lap)
         observe(lap)
     return laps
@@ -99,7 +100,8 @@ async def _repeat(group: Group, job: Job, algorithm: str, number: int) -> JobRep
     start, expected = _EXERCISES[job.operation](group, _Inputs(job, group.size))
     began_s = host.clock.elapsed()
     if job.compute is not None:
-        await host.device.run(Work(flops=job.compute), lambda: None)
+        with host.interval("compute"):
+            await host.device.run(Work(flops=job.compute), lambda: None)
     computed_s = host.clock.elapsed()
     await group.barrier()
     sent_before, started_s = group.bytes_sent, host.clock.elapsed()

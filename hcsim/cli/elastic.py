@@ -57,7 +57,7 @@ SILENCE_S = 30.0
 class Outputs(msgspec.Struct, frozen=True):
     """What a real run writes or shows, beside its result."""
 
-    trace: Path | None = None
+    files: RecordingFiles = RecordingFiles()
     save: Path | None = None
     dashboard: bool = False
     """Whether this machine serves a page of the cluster meanwhile."""
@@ -115,7 +115,7 @@ def train_virtual_cluster(
         record.keep(outcome.metrics)
     run = PredictedRun(settings, wire, forms_cluster=True)
     healthy = tell_outcome(scenario, settings, "node", outcome, run, bands)
-    show_run(record)
+    show_run(record, files)
     return healthy
 
 
@@ -132,7 +132,7 @@ def train_for_real(node: RealNode, plan: ClusterJob, outputs: Outputs, others: R
     with (
         MachineLog.at(outputs.log, node.name or host_name()) as written,
         screen.ProgressLine("step", settings.steps, written) as progress,
-        recording(RecordingFiles(outputs.trace)) as record,
+        recording(outputs.files) as record,
     ):
         if node.device == "auto":
             node = msgspec.structs.replace(node, device=asyncio.run(fastest_device(settings, progress.news)))
@@ -145,6 +145,7 @@ def train_for_real(node: RealNode, plan: ClusterJob, outputs: Outputs, others: R
         session = _Session(node, plan, progress, outputs.save, record.sink)
         report = asyncio.run(_shown(session.run(others, attended=attended), node, cluster, outputs))
     screen.training_report(settings, f"this node was rank {report.rank} at the end, for real", [report])
+    show_run(record, outputs.files)
     if outputs.twin is not None:
         names, rank, points = session.longest_view(report.points)
         run = MeasuredRun(settings, plan.seed, plan.wire, names, rank, node.device, points, forms_cluster=True)

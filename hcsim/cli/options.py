@@ -54,6 +54,7 @@ Task = Annotated[Text, _option("What is learned: digits, text, gpt2, …", kind=
 Seed = Annotated[Number, _option("Of the model, its batches, jitter, loss and faults.", metavar="N")]
 Save = Annotated[File, _option("Write the model that was learned to this file.", metavar="FILE")]
 Trace = Annotated[File, _option("Write every event to this file, as JSON lines.", metavar="FILE")]
+Timeline = Annotated[File, _option("Write a timeline to look at in ui.perfetto.dev.", metavar="FILE")]
 Operation = Annotated[Text, _option("all_reduce, broadcast, all_gather, …", kind="operations", metavar="NAME")]
 
 
@@ -91,6 +92,7 @@ class RunOptions(msgspec.Struct, frozen=True):
     state: Annotated[File, _option("Real: a folder for what outlives a crash.", metavar="FOLDER")] = None
     save: Save = None
     trace: Trace = None
+    timeline: Timeline = None
     dashboard: Annotated[
         bool,
         typer.Option(
@@ -120,6 +122,7 @@ class BenchOptions(msgspec.Struct, frozen=True):
     plugin: Plugins = None
     set: Set = None
     trace: Trace = None
+    timeline: Timeline = None
 
 
 class RankOptions(msgspec.Struct, frozen=True):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from hcsim.cli import screen
-from hcsim.cli.recording import RecordingFiles, recording, tell_failures, tell_fingerprint
+from hcsim.cli.recording import RecordingFiles, recording, show_run, tell_failures, tell_fingerprint
 from hcsim.collectives.group import Group
 from hcsim.collectives.select import Options
 from hcsim.collectives.startup import assemble
@@ -76,6 +76,7 @@ def run_virtual(scenario: Scenario, wire: Wire, files: RecordingFiles, bands: in
         show_job_band(scenario, options, wire, [lap.seconds for lap in laps], bands, outcome.events)
     healthy = tell_failures(names, outcome.results)
     tell_fingerprint(outcome)
+    show_run(record, files)
     return healthy and not any(lap.wrong for lap in laps)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -12,7 +12,8 @@ import msgspec
 from hcsim.cli import screen
 from hcsim.errors import CollectiveTimeout, ConfigError, HcsimError
 from hcsim.telemetry.metrics import HostMetrics
-from hcsim.telemetry.trace import Event, Sink
+from hcsim.telemetry.timeline import MOST_STEPS, Timeline
+from hcsim.telemetry.trace import Event, IntervalSink, Sink
 
 if TYPE_CHECKING:
     from hcsim.cli.recorded import RecordedRun
@@ -25,6 +26,9 @@ class RecordingFiles(msgspec.Struct, frozen=True):
     metrics: Path | None = None
     dashboard: bool = False
     """Whether the run is shown as a page when it has ended."""
+    timeline: Path | None = None
+    timeline_steps: int = MOST_STEPS
+    """The number of steps after which the timeline ends."""
 
 
 class Recording(msgspec.Struct, frozen=True):
@@ -35,6 +39,8 @@ class Recording(msgspec.Struct, frozen=True):
     figures: _Output | None
     run: RecordedRun | None = None
     """What the page will show, if one was requested."""
+    timeline: Timeline | None = None
+    """What writes the timeline, if one was requested."""
 
     def keep(self, metrics: Mapping[str, HostMetrics]) -> None:
         """Write the hosts' final metrics in Prometheus' text format."""
@@ -110,15 +116,20 @@ def recording(files: RecordingFiles) -> Iterator[Recording]:
     """Open the files, so that an unwritable one is reported before the run."""
     try:
         with ExitStack() as stack:
-            sink = None if files.trace is None else _lines(stack.enter_context(_Output(files.trace)))
+            sinks = [] if files.trace is None else [_lines(stack.enter_context(_Output(files.trace)))]
             figures = None if files.metrics is None else stack.enter_context(_Output(files.metrics))
+            run = timeline = None
             if files.dashboard:
                 from hcsim.cli.recorded import RecordedRun
 
                 run = RecordedRun("this run")
-                yield Recording(_both(sink, run.listen), figures, run)
-            else:
-                yield Recording(sink, figures)
+                sinks.append(run.listen)
+            if files.timeline is not None:
+                output = stack.enter_context(_Output(files.timeline))
+                timeline = Timeline(_until_lost(output.write), files.timeline_steps)
+                stack.callback(timeline.end)
+                sinks.append(timeline)
+            yield Recording(_all(sinks), figures, run, timeline)
     except _Lost as lost:
         raise lost.error from None
 
@@ -143,36 +154,55 @@ def tell_fingerprint(run: FinishedRun) -> None:
     screen.say(f"trace sha256 {run.trace_sha256}")
 
 
-def show_run(record: Recording) -> None:
-    """Show the run as a page until the user ends it, if that was requested."""
+def show_run(record: Recording, files: RecordingFiles) -> None:
+    """Show what the timeline says, and the run as a page until the user ends it, if that was requested."""
+    if record.timeline is not None and files.timeline is not None:
+        from hcsim.cli.timeline import tell_timeline
+
+        tell_timeline(files.timeline, record.timeline.end())
     if record.run is not None:
         from hcsim.cli.dashboard import show_recorded
 
         show_recorded(record.run)
 
 
-def _both(first: Sink | None, second: Sink) -> Sink:
-    def write(events: Sequence[Event]) -> None:
-        if first is not None:
-            first(events)
-        second(events)
+class _WithIntervals(IntervalSink):
+    """Several sinks, one of which wants intervals."""
 
-    return write
+    def __init__(self, sinks: Sequence[Sink]) -> None:
+        self._sinks = sinks
+
+    def __call__(self, events: Sequence[Event]) -> None:
+        for sink in self._sinks:
+            sink(events)
+
+
+def _all(sinks: Sequence[Sink]) -> Sink | None:
+    """Return one sink for all."""
+    if len(sinks) < 2:
+        return sinks[0] if sinks else None
+    joined = _WithIntervals(sinks)
+    return joined if any(isinstance(sink, IntervalSink) for sink in sinks) else lambda events: joined(events)
 
 
 def _lines(file: _Output) -> Sink:
     """Return a sink that writes each event as a line of JSON."""
-    encode = msgspec.json.Encoder().encode_lines
+    encode, write = msgspec.json.Encoder().encode_lines, _until_lost(file.write)
+    return lambda events: write(encode(events))
+
+
+def _until_lost(write: Callable[[bytes], None]) -> Callable[[bytes], None]:
+    """Return a function that writes, from within a simulation, until it fails."""
     lost = False
 
-    def write(events: Sequence[Event]) -> None:
+    def writing(data: bytes) -> None:
         nonlocal lost
         if lost:  # while the world is torn down
             return
         try:
-            file.write(encode(events))
+            write(data)
         except ConfigError as error:
             lost = True
             raise _Lost(error) from None
 
-    return write
+    return writing

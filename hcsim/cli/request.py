@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from hcsim.cli import screen
-from hcsim.cli.settings import MemorySettings, PredictionSettings, Settings, ThisMachine, WireSettings, seconds
+from hcsim.cli.settings import (
+    MemorySettings,
+    PredictionSettings,
+    Settings,
+    ThisMachine,
+    TimelineSettings,
+    WireSettings,
+    seconds,
+)
 from hcsim.config import Cluster, Job, Scenario, Training, load_scenario, parse_scenario, shipped_scenarios
 from hcsim.config.scenario import first_nodes
 from hcsim.errors import ConfigError
@@ -66,7 +74,7 @@ def bench(options: BenchOptions) -> bool:
     text, _ = _standard_input(options.scenario)
     chosen = _scenario(options.scenario, text, options.seed)
     chosen = replace(chosen, job=settings.take("job", chosen.job))
-    chosen, wire, files = _modelled(chosen, settings, {"--trace": options.trace})
+    chosen, wire, files = _modelled(chosen, settings, _traced(options))
     bands = settings.take("prediction", PredictionSettings(), ("bands",)).bands
     settings.finish({"training": "with `hcsim run`", "cluster": "with `hcsim run`"})
     return run_virtual(chosen, wire, files, bands)
@@ -151,7 +159,7 @@ def _script(options: RunOptions, settings: Settings) -> bool:
         raise ConfigError(f"--nodes {options.nodes}: {chosen.name} has {len(chosen.nodes)}")
     if options.nodes is not None and options.nodes < len(chosen.nodes):
         chosen = first_nodes(chosen, options.nodes)
-    chosen, wire, files = _modelled(chosen, settings, {"--trace": options.trace})
+    chosen, wire, files = _modelled(chosen, settings, _traced(options))
     settings.finish({"training": _NO_SCRIPT, "job": _NO_SCRIPT, "cluster": "with --real"})
     return run_script(Path(str(options.what)), options.arguments or [], chosen, wire, files)
 
@@ -160,7 +168,7 @@ def _script_for_real(options: RunOptions, settings: Settings) -> bool:
     """Run this machine's rank of a torch script on a real cluster."""
     from hcsim.cli.script import run_script_for_real
 
-    only("in a virtual run", {"--scenario": options.scenario, "--trace": options.trace})
+    only("in a virtual run", {"--scenario": options.scenario, **_traced(options)})
     only("in a virtual run, or without a script", {"--seed": options.seed})
     everywhere = "without a script; start it on every machine"
     only(everywhere, {"--hosts": options.hosts, "--state": options.state})
@@ -201,12 +209,13 @@ def _cluster_for_real(
         )
     twin = _twin(options.what if chosen and chosen.twin and chosen.nodes else None, settings)
     ignored = _ignores_memory(settings)
+    files = _recorded(settings, _traced(options), None)
     settings.finish({"machine": "with --hosts"})
     log = None if machine.log is None else Path(machine.log)
-    _apart({"--save": options.save, "--trace": options.trace, "--set log": log})
+    _apart({"--save": options.save, **_traced(options), "--set log": log})
     plan = ClusterJob(cluster, training, _seed(options.seed, chosen), wire)
     others = replace(others, program=machine.remote_hcsim)
-    outputs = Outputs(options.trace, options.save, options.dashboard, log, twin)
+    outputs = Outputs(files, options.save, options.dashboard, log, twin)
     check_here(training, cluster.needed, 0, here.device, saves=True, ignored=ignored)
     return train_for_real(here, plan, outputs, others, attended=attended)
 
@@ -221,7 +230,7 @@ def _virtual(options: RunOptions, chosen: Scenario, settings: Settings, training
         from hcsim.cli.ranks import run_virtual
 
         chosen = replace(chosen, job=settings.take("job", chosen.job))
-        chosen, wire, files = _modelled(chosen, settings, {"--trace": options.trace})
+        chosen, wire, files = _modelled(chosen, settings, _traced(options))
         bands = settings.take("prediction", PredictionSettings(), ("bands",)).bands
         settings.finish({"cluster": "where something is learned (--task)"})
         return run_virtual(chosen, wire, files, bands)
@@ -231,7 +240,7 @@ def _virtual(options: RunOptions, chosen: Scenario, settings: Settings, training
     forming = chosen.cluster is not None or settings.has("cluster")
     if forming:
         chosen = _clustered(chosen, settings.take("cluster", chosen.cluster or Cluster()))
-    chosen, wire, files = _modelled(chosen, settings, {"--save": options.save, "--trace": options.trace})
+    chosen, wire, files = _modelled(chosen, settings, {"--save": options.save, **_traced(options)})
     bands = settings.take("prediction", PredictionSettings(), ("bands",)).bands
     ignored = _ignores_memory(settings)
     settings.finish()
@@ -294,16 +303,29 @@ def _modelled(
     chosen: Scenario, settings: Settings, outputs: Mapping[str, Path | None]
 ) -> tuple[Scenario, Wire, RecordingFiles]:
     """Return the parts of a virtual run besides its job: its TCP model, its message settings and its output files."""
-    from hcsim.cli.recording import RecordingFiles
-
     chosen = replace(chosen, tcp=settings.take("tcp", chosen.tcp))
     wire = _wire(settings, _WAIT_S)
     metrics = settings.take("machine", ThisMachine(), ("metrics",)).metrics
     if metrics is not None and metrics.isdecimal():
         raise ConfigError(f"--set metrics={metrics}: a port is for real runs; give a file for the final metrics")
-    files = RecordingFiles(outputs["--trace"], None if metrics is None else Path(metrics))
+    files = _recorded(settings, outputs, None if metrics is None else Path(metrics))
     _apart({**outputs, "--set metrics": files.metrics})
     return chosen, wire, files
+
+
+def _traced(options: RunOptions | BenchOptions) -> dict[str, Path | None]:
+    return {"--trace": options.trace, "--timeline": options.timeline}
+
+
+def _recorded(settings: Settings, outputs: Mapping[str, Path | None], metrics: Path | None) -> RecordingFiles:
+    """Return the files that a run writes as it goes."""
+    from hcsim.cli.recording import RecordingFiles
+
+    trace, timeline = outputs["--trace"], outputs["--timeline"]
+    if timeline is None:
+        return RecordingFiles(trace, metrics)
+    steps = settings.take("timeline", TimelineSettings()).timeline_steps
+    return RecordingFiles(trace, metrics, timeline=timeline, timeline_steps=steps)
 
 
 def _checked_real(name: str, job: Job) -> Job:

@@ -12,7 +12,7 @@ from rich import box
 from rich.table import Table
 
 from hcsim.cli import screen
-from hcsim.cli.recording import RecordingFiles, recording, tell_fingerprint
+from hcsim.cli.recording import RecordingFiles, recording, show_run, tell_fingerprint
 from hcsim.config import Cluster, Scenario
 from hcsim.launch.real import RealNode
 from hcsim.real.keys import load_secret
@@ -65,6 +65,7 @@ def run_script(script: Path, arguments: Sequence[str], scenario: Scenario, wire:
     _show_links(run)
     _tell_ends(run)
     tell_fingerprint(run)
+    show_run(record, files)
     return run.succeeded
 
 

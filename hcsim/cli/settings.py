@@ -29,6 +29,7 @@ from hcsim.config import Cluster, Job, Tcp, Training
 from hcsim.config.file import as_read
 from hcsim.config.table import Count, Table, explain
 from hcsim.errors import ConfigError, UsageError
+from hcsim.telemetry.timeline import MOST_STEPS
 from hcsim.transport.groups import MAX_FRAME_BYTES, Wire
 from hcsim.units import PositiveBytes, PositiveSeconds, Share, decode_quantity, did_you_mean
 
@@ -81,6 +82,13 @@ class MemorySettings(Table, frozen=True):
     """Train also what does not fit into the memory of the machines."""
 
 
+class TimelineSettings(Table, frozen=True):
+    """How much a timeline shows."""
+
+    timeline_steps: Count = MOST_STEPS
+    """The number of steps after which a timeline ends."""
+
+
 TABLES: dict[str, type[Table]] = {
     "training": Training,
     "job": Job,
@@ -90,6 +98,7 @@ TABLES: dict[str, type[Table]] = {
     "machine": ThisMachine,
     "prediction": PredictionSettings,
     "memory": MemorySettings,
+    "timeline": TimelineSettings,
 }
 """The tables whose keys `--set` accepts."""
 
@@ -102,6 +111,7 @@ _ONLY = {
     "machine": "with --real",
     "prediction": "where something is learned (--task)",
     "memory": "where something is learned (--task)",
+    "timeline": "with --timeline",
     "prediction.twin": "with --real, where something is learned (--task)",
 }
 

@@ -63,7 +63,7 @@ def train_virtual(
         outcome = simulate_training(scenario, settings, wire=wire, sink=record.sink, observer=onlooker)
         record.keep(outcome.metrics)
     healthy = tell_outcome(scenario, settings, "rank", outcome, PredictedRun(settings, wire), bands)
-    show_run(record)
+    show_run(record, files)
     return healthy
 
 

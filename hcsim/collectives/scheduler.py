@@ -218,7 +218,7 @@ class Scheduler:
                     raise domain.not_started(operation) from domain.error
                 if message is not None:
                     await self._match(operation, message)
-                with operation.activity() as activity:
+                with domain.mesh.host.interval("operation", operation), operation.activity() as activity:
                     if not operation.attach_links():
                         await operation.connect(activity)
                     await execute(operation, activity)

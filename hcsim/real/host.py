@@ -50,7 +50,7 @@ from hcsim.runtime.address import TCP, Target, join_address, parse
 from hcsim.runtime.channel import Channel, Listener
 from hcsim.runtime.host import CONNECT_TIMEOUT_S, Device, Interface, PeerCheck, Readings
 from hcsim.telemetry.metrics import HostMetrics
-from hcsim.telemetry.trace import Trace
+from hcsim.telemetry.trace import Intervals, Trace
 
 if TYPE_CHECKING:
     from hcsim.real.mdns import MdnsLan
@@ -198,6 +198,7 @@ class RealHost:
         self._own_device = device_named(options.device, tell)
         self._device = device or self._own_device
         self._trace = trace
+        self.interval = Intervals(trace, time.monotonic_ns, options.name)
         self._sensors = Sensors()
         self._clock = RealClock()
         self._tasks: dict[asyncio.Task[Any], Callable[[asyncio.Task[Any]], None] | None] = {}

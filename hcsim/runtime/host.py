@@ -10,6 +10,7 @@ import asyncio
 import random
 import zlib
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
+from contextlib import AbstractContextManager
 from enum import Enum
 from typing import Any, Literal, Protocol, TypeAlias, TypeVar
 
@@ -360,3 +361,7 @@ class Host(Protocol):
     def note(self, kind: str, *fields: str | int | float) -> None:
         """Write a line for people into the file of the trace, if there is one. It is no event, and not in the
         digest."""
+
+    def interval(self, purpose: str, detail: object = "") -> AbstractContextManager[None]:
+        """Note in the timeline, if one is written, that the host does this in the block: "compute", "encode", "wait",
+        "operation" or "repeat". The detail is turned into text only then."""

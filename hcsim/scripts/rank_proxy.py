@@ -241,7 +241,8 @@ class RankProxy:
         began_s = self._host.loop.time()
         self._record.flops += done.flops
         flops = done.flops + done.moved_bytes * self._flops_per_byte
-        await self._host.device.run(Work(flops=flops, kernels=done.kernels, groups=done.groups), lambda: None)
+        with self._host.interval("compute"):
+            await self._host.device.run(Work(flops=flops, kernels=done.kernels, groups=done.groups), lambda: None)
         self._record.compute_s += self._host.loop.time() - began_s
         if done.seconds:
             await self._host.clock.sleep(done.seconds)
@@ -268,7 +269,8 @@ class RankProxy:
         began_s = self._host.loop.time()
         answer: dict[str, Any] = {}
         try:
-            answer = await self._done(asked)
+            with self._host.interval("exchange", type(asked).__name__):
+                answer = await self._done(asked)
         except HcsimError as error:
             answer = {"failure": failure_of(error)}
         self._record.wait_s += self._host.loop.time() - began_s

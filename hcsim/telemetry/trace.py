@@ -6,12 +6,17 @@ answers, resets, announcements.
 Two runs are equal if their digests are equal. An event is a flat tuple `(time_ns, kind, where, *fields)` of
 strings and numbers. The digest is the SHA-256 of the events' msgpack encodings in order of occurrence, so it
 also depends on the order within one instant. Events are encoded in batches: the hot path is one list append.
+
+For a timeline, hosts also say when they begin and end what takes time (`Intervals`). That is not in the digest.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import count
 from typing import TypeAlias
 
 import msgspec
@@ -23,11 +28,23 @@ _BATCH = 256
 """Small enough that a batch stays in the processor's cache until it is encoded."""
 
 
+class IntervalSink(ABC):
+    """A sink that receives intervals, too: (time, "begin", host, number, purpose, detail) and (time, "end", host,
+    number)."""
+
+    @abstractmethod
+    def __call__(self, events: Sequence[Event]) -> None: ...
+
+
 class Trace:
     """Collects events, hashes them, and passes them to a sink (a file, a test) if there is one."""
 
     def __init__(self, sink: Sink | None = None) -> None:
         self.count = 0
+        self.has_intervals = isinstance(sink, IntervalSink)
+        """Whether the sink receives intervals."""
+        self.numbers = count(1)
+        """Of the intervals of all hosts."""
         self._sink = sink
         self._sha = hashlib.sha256()
         self._batch: list[Event] = []
@@ -66,3 +83,28 @@ class Trace:
             self._sink(batch)
         self.count += len(batch)
         self._batch = []
+
+
+_NOTHING: AbstractContextManager[None] = nullcontext()
+
+
+class Intervals:
+    """What one host does, from when to when; noted only if the trace's sink receives intervals."""
+
+    def __init__(self, trace: Trace | None, now_ns: Callable[[], int], host: str) -> None:
+        self._trace = trace if trace is not None and trace.has_intervals else None
+        self._now_ns = now_ns
+        self._host = host
+
+    def __call__(self, purpose: str, detail: object = "") -> AbstractContextManager[None]:
+        """Note what the host does in this block."""
+        return _NOTHING if self._trace is None else self._noted(self._trace, purpose, str(detail))
+
+    @contextmanager
+    def _noted(self, trace: Trace, purpose: str, detail: str) -> Iterator[None]:
+        number = next(trace.numbers)
+        trace.append([(self._now_ns(), "begin", self._host, number, purpose, detail)])
+        try:
+            yield
+        finally:
+            trace.append([(self._now_ns(), "end", self._host, number)])

@@ -70,7 +70,7 @@ class Bench:
         tensors = list(shapes)
         metrics, compressor = self._host.metrics, self._compressor.spec
         began_s = self._host.clock.elapsed()
-        result = await self._run(map(self._compressor.encode_work, tensors), function, share)
+        result = await self._run("encode", map(self._compressor.encode_work, tensors), function, share)
         lasted_s = self._host.clock.elapsed() - began_s
         metrics.histogram("hcsim_compression_encode_seconds", compressor=compressor).observe(lasted_s)
         before = share * sum(FLOAT_BYTES * prod(shape) for shape in tensors)
@@ -85,16 +85,16 @@ class Bench:
     async def decode(self, shapes: Iterable[TensorShape], function: Callable[[], T], times: float = 1.0) -> T:
         """Call a function that decodes tensors of these shapes, `times` times each."""
         began_s = self._host.clock.elapsed()
-        result = await self._run(map(self._compressor.decode_work, shapes), function, times)
+        result = await self._run("decode", map(self._compressor.decode_work, shapes), function, times)
         seconds = self._host.metrics.histogram("hcsim_compression_decode_seconds", compressor=self._compressor.spec)
         seconds.observe(self._host.clock.elapsed() - began_s)
         return result
 
-    async def _run(self, works: Iterable[Work], function: Callable[[], T], times: float) -> T:
+    async def _run(self, name: str, works: Iterable[Work], function: Callable[[], T], times: float) -> T:
         total = joined_work(works, times)
         if not total.flops and not total.moved_bytes:
             return function()
-        with self._ledger.spent_on("encode"):
+        with self._ledger.spent_on("encode", name):
             return await self._host.device.run(total, function)
 
 

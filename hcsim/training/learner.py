@@ -26,16 +26,18 @@ class TimeAccounting:
     """Seconds by purpose, on this rank's clock."""
 
     def __init__(self, host: Host) -> None:
+        self._host = host
         self._clock = host.clock
         self.seconds = dict.fromkeys(("compute", "encode", "exchange"), 0.0)
         self.pace = DevicePace(host.clock)
 
     @contextmanager
-    def spent_on(self, what: str) -> Iterator[None]:
-        """Account the time that passes in this block."""
+    def spent_on(self, what: str, detail: str = "") -> Iterator[None]:
+        """Account the time that passes in this block; `detail` names the work in a timeline."""
         start_s = self._clock.elapsed()
         try:
-            with self.pace.waiting() if what == "exchange" else self.pace.work():
+            working = self.pace.waiting() if what == "exchange" else self.pace.work()
+            with self._host.interval(what, detail), working:
                 yield
         finally:
             self.seconds[what] += self._clock.elapsed() - start_s
@@ -71,12 +73,13 @@ class Learner:
         if len(batch):
             part = TaskPart(part_of(self.task, "forward"), len(batch))
             work = replace(forward_work(self.task, len(batch)), part=part)
-            loss = await self.run(work, partial(self.replica.forward, batch))
+            loss = await self.run(work, partial(self.replica.forward, batch), "forward")
         for block in reversed(range(len(self.task.blocks))):
             if len(batch):
                 part = TaskPart(part_of(self.task, "backward", block), len(batch))
                 work = replace(backward_work(self.task.blocks[block], len(batch)), part=part)
-                await self.run(work, partial(self.replica.backward, block), self._gradients_of(block))
+                backward = partial(self.replica.backward, block)
+                await self.run(work, backward, f"backward {block}", self._gradients_of(block))
             if ready is not None:
                 await ready(block)
         return loss
@@ -97,15 +100,15 @@ class Learner:
         if max_norm is not None:
             gradients = self.replica.gradients
             work = update_work(3.0 * gradients.nbytes / 4, 3.0 * gradients.nbytes)
-            await self.run(work, partial(clip, gradients, max_norm))
+            await self.run(work, partial(clip, gradients, max_norm), "clip")
 
     async def update(self, lr: float) -> None:
         """Take one step of the optimizer with the gradients in place."""
-        await self.run(self._update_work, partial(self.stepper.step, self.replica.gradients, lr))
+        await self.run(self._update_work, partial(self.stepper.step, self.replica.gradients, lr), "update")
 
-    async def run(self, work: Work, function: Callable[[], T], into: memoryview | None = None) -> T:
+    async def run(self, work: Work, function: Callable[[], T], name: str = "", into: memoryview | None = None) -> T:
         """Run `function` on the device, and account its time."""
-        with self.ledger.spent_on("compute"):
+        with self.ledger.spent_on("compute", name):
             return await self.host.device.run(work, function, into)
 
     def _gradients_of(self, block: int) -> memoryview | None:

@@ -134,6 +134,7 @@ class AdmittedHost:
         self.rng = host.rng
         self.trace = host.trace
         self.note = host.note
+        self.interval = host.interval
         self.metrics = host.metrics
 
     @property

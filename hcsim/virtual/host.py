@@ -16,7 +16,7 @@ from hcsim.rng import stream as random_stream
 from hcsim.runtime.address import hosts_of
 from hcsim.runtime.host import CONNECT_TIMEOUT_S, Interface, PeerCheck, Readings
 from hcsim.telemetry.metrics import HostMetrics
-from hcsim.telemetry.trace import Trace
+from hcsim.telemetry.trace import Intervals, Trace
 from hcsim.virtual.channel import ChannelHost, VirtualChannel
 from hcsim.virtual.environment import NS, Environment
 from hcsim.virtual.hardware import VirtualClock, VirtualDevice, VirtualStore
@@ -116,6 +116,7 @@ class VirtualHost:
         self.store: VirtualStore = VirtualStore(records or {}, before.store if before is not None else None)
         self.metrics = HostMetrics()
         self.metrics.collect(self._tell_channels)
+        self.interval = Intervals(world.trace, lambda: world.env.now_ns, name)
         self.leaving = asyncio.Event()
         """Set when its program is to end in an orderly way."""
         self.alive = True

@@ -315,6 +315,8 @@ class VirtualStream:
         if stalled and self.queue and self._has_room():
             # The news of the open window takes its time to get back to the sender.
             self._env.call_at(self._env.now_ns + self._latency_ns, self._resume)
+            if self._net.trace.has_intervals:
+                self._net.trace.append([(self._env.now_ns, "window opens", self.name)])
 
     def obstruct(self, *, data: bool, acks: bool) -> None:
         """Set what a partition holds back: the data, their acknowledgements, or both."""

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import heapq
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import floor, isfinite, nan
 from typing import NamedTuple, TypeAlias
 
@@ -29,7 +29,6 @@ import numpy as np
 import numpy.typing as npt
 
 from hcsim.training.data import Turns
-from hcsim.training.learner import Learner
 
 WORTH = 1.05
 SLACK = 1.1
@@ -57,9 +56,10 @@ UNKNOWN = StepCost(nan, nan)
 _ALIKE = StepCost(0.0, 1.0)
 
 
-def predicted(learner: Learner, samples: int) -> StepCost:
-    """Return the cost of steps with about so many samples by the profile of this rank's machine, if it is known."""
-    one_s, many_s = learner.predicted_s(1), learner.predicted_s(1 + max(1, samples))
+def predicted(step_s: Callable[[int], float | None], samples: int) -> StepCost:
+    """Return the cost of steps with about so many samples, from how long one takes by a machine's profile, if that is
+    known."""
+    one_s, many_s = step_s(1), step_s(1 + max(1, samples))
     if one_s is None or many_s is None:
         return UNKNOWN
     sample_s = max(0.0, many_s - one_s) / max(1, samples)

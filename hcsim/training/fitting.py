@@ -8,13 +8,17 @@ from typing import Any, NamedTuple
 import msgspec
 from msgspec.structs import replace
 
+from hcsim.config import CATALOGUE, Machine
 from hcsim.config.machine import GIB, SIZES_GIB, installed_bytes, usable_bytes
 from hcsim.config.scenario import Node
 from hcsim.config.training import Training
 from hcsim.errors import ConfigError
+from hcsim.runtime.work_time import seconds
+from hcsim.training.balance import UNKNOWN, StepCost, assumed, fastest, predicted, shares
+from hcsim.training.learner import step_work
 from hcsim.training.memory import MemoryNeed, Place, memory_need
 from hcsim.training.precision import prepared
-from hcsim.training.strategies import completed, held_by, strategy
+from hcsim.training.strategies import SingleMachine, completed, held_by, strategy
 from hcsim.training.task import Task
 from hcsim.training.tasks import figures_of, task
 
@@ -28,12 +32,15 @@ class Room(msgspec.Struct, frozen=True):
     installed_bytes: int | None
     """None: not known, and not bounded."""
     usable_bytes: int | None
+    profile: Machine | None = None
+    """How fast the machine is, where that is known."""
 
     @classmethod
     def of(cls, node: Node) -> Room:
-        machine = node.machine if isinstance(node.machine, str) else node.machine.name
+        profile = CATALOGUE.named(node.machine) if isinstance(node.machine, str) else node.machine
         memory = installed_bytes(node.machine) if node.memory_bytes is None else node.memory_bytes
-        return cls(node.name, machine, memory, None if memory is None else usable_bytes(machine, memory))
+        usable = None if memory is None else usable_bytes(profile.name, memory)
+        return cls(node.name, profile.name, memory, usable, profile)
 
 
 class Fit(msgspec.Struct, frozen=True):
@@ -70,16 +77,38 @@ def fits_of(
     own = prepared(what or task(settings.task), settings)
     chosen, ranks = strategy(settings.strategy), len(rooms)
     settings = completed(settings, own, ranks)
-    batches = settings.batch if isinstance(settings.batch, tuple) else (settings.batch or 1,) * ranks
+    batches = _batches(settings, own, rooms)
+    costs = _costs(own, rooms, sum(batches) // ranks)
+    computing = fastest(costs, sum(batches)) if isinstance(chosen, SingleMachine) else 0
     found, known = [], dict[tuple[object, ...], MemoryNeed]()
     for rank, room in enumerate(rooms):
-        held = held_by(chosen, rank, ranks)
+        held = held_by(chosen, (rank - computing) % ranks, ranks)
         samples = {"own": batches[rank], "all": sum(batches), "nothing": 0}[held.computes]
         place = Place(ranks, samples, saves and not rank, mirrored)
         if (held, place) not in known:
             known[held, place] = memory_need(own, settings, held, place)
         found.append(Fit(room, known[held, place]))
     return found
+
+
+def _batches(settings: Training, what: Task, rooms: Sequence[Room]) -> tuple[int, ...]:
+    """Return the samples of each rank, as they are shared out at first."""
+    ranks, batch = len(rooms), settings.batch
+    if isinstance(batch, str):
+        total = settings.shared_samples or what.defaults.batch * ranks
+        return shares(_costs(what, rooms, total // ranks), total)
+    return batch if isinstance(batch, tuple) else (batch or 1,) * ranks
+
+
+def _costs(what: Task, rooms: Sequence[Room], samples: int) -> tuple[StepCost, ...]:
+    """Return what steps with about so many samples cost, by the machines' profiles."""
+
+    def cost(machine: Machine | None) -> StepCost:
+        if machine is None:
+            return UNKNOWN
+        return predicted(lambda count: sum(seconds(machine, work) for work in step_work(what, count)), samples)
+
+    return assumed([cost(room.profile) for room in rooms])
 
 
 def alternatives(settings: Training, rooms: Sequence[Room], what: Task | None = None) -> list[Alternative]:
@@ -98,7 +127,7 @@ def alternatives(settings: Training, rooms: Sequence[Room], what: Task | None = 
 def _changes(settings: Training, what: Task) -> Iterator[tuple[str, Training]]:
     """Yield other settings, with their words: one change, and then several together."""
     batch = what.defaults.batch if settings.batch is None else settings.batch
-    most = max(batch) if isinstance(batch, tuple) else batch
+    most = max(batch) if isinstance(batch, tuple) else what.defaults.batch if isinstance(batch, str) else batch
     smaller = [_Change(f"--set batch={size}", {"batch": size}) for size in (most // 2, most // 4, 1) if 0 < size < most]
     again = [_Change("--set recompute=true", {"recompute": True})] * (not settings.recompute)
     narrow = [_Change("--set precision=bf16", {"precision": "bf16"})] * (settings.precision == "fp32" and what.phantom)

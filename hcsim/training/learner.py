@@ -86,8 +86,7 @@ class Learner:
 
     def predicted_s(self, samples: int) -> float | None:
         """Return how long a step with so many samples takes by the profile of this machine, if it is known."""
-        backward = [backward_work(block, samples) for block in self.task.blocks]
-        times_s = map(self.host.device.predict_s, (forward_work(self.task, samples), *backward, self._update_work))
+        times_s = map(self.host.device.predict_s, (*step_work(self.task, samples), self._update_work))
         total_s = 0.0
         for time_s in times_s:
             if time_s is None:
@@ -116,6 +115,11 @@ class Learner:
         if isinstance(gradients, Phantom) or not tensors:
             return None
         return gradients[tensors[0].offset : tensors[-1].span.stop].data
+
+
+def step_work(task: Task, samples: int) -> list[Work]:
+    """Return the work of a step with so many samples, but for the update."""
+    return [forward_work(task, samples), *(backward_work(block, samples) for block in task.blocks)]
 
 
 _TIMED_STEPS = 3

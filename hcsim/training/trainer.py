@@ -63,7 +63,7 @@ class Trainer:
         if not (shared or period is not None or getattr(method, "by_speed", False)):
             return None
         usual = self.task.defaults.batch
-        own = predicted(self.learner, (samples or usual * ranks) // ranks)
+        own = predicted(self.learner.predicted_s, (samples or usual * ranks) // ranks)
         return Balance(own, samples=samples, per_rank=usual if shared else 0, every=period)
 
     @property

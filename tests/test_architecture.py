@@ -33,7 +33,7 @@ OFF_LIMITS_METHODS = ("time", "run_in_executor", "sock_connect", "create_connect
 """Of the event loop, however it is called there."""
 TORCH_ITSELF = (
     "training/tasks/", "training/modules/", "torch_backend/", "checkpoints/", "scripts/rank/", "torch_kernels.py",
-    "twin/kernels.py", "twin/blocks.py", "twin/stopwatch.py",
+    "twin/kernels.py", "twin/blocks.py", "twin/stopwatch.py", "twin/script_rank.py",
 )  # fmt: skip
 """Folders and modules that compute with torch."""
 BY_ADDRESS = ("id", "hash")

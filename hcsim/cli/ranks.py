@@ -5,8 +5,9 @@ the rendezvous of real ranks.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from statistics import median
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -21,6 +22,7 @@ from hcsim.errors import CollectiveError, ConfigError, HcsimError
 from hcsim.jobs import JobRepeat, check_job, run_job
 from hcsim.launch.virtual import simulate
 from hcsim.transport.groups import Wire
+from hcsim.twin.job_band import USUAL_VARIANTS, is_quick_job, job_band
 
 if TYPE_CHECKING:
     from hcsim.real.tls import TlsFiles
@@ -71,13 +73,29 @@ def run_virtual(scenario: Scenario, wire: Wire, files: RecordingFiles, bands: in
     names = [node.name for node in scenario.nodes]
     screen.report(screen.title(job, len(names), scenario.name), job, len(names), laps)
     if laps:
-        from hcsim.cli.twin import show_job_band
-
-        show_job_band(scenario, options, wire, [lap.seconds for lap in laps], bands, outcome.events)
+        _show_band(scenario, options, wire, [lap.seconds for lap in laps], bands, outcome.events)
     healthy = tell_failures(names, outcome.results)
     tell_fingerprint(outcome)
     show_run(record, files)
     return healthy and not any(lap.wrong for lap in laps)
+
+
+def _show_band(
+    scenario: Scenario, options: Options, wire: Wire, times_s: Sequence[float], bands: int | None, events: int
+) -> None:
+    """Show the band of the median of a simulated job's repeats. The run itself had so many events."""
+    if bands is None:
+        bands = USUAL_VARIANTS if is_quick_job(scenario, events) else 0
+    if not bands:
+        return
+    try:
+        low, high = job_band(scenario, options, wire, bands)
+    except HcsimError as error:  # it ends before its first repeat
+        screen.note(f"p10 and p90 are not known: {error}")
+        return
+    middle_s = median(times_s)
+    band = f"{screen.duration(low * middle_s)} – {screen.duration(high * middle_s)}"
+    screen.say(f"a repeat takes {screen.duration(middle_s)} (median), p10–p90 {band}")
 
 
 def _groups(scenario: Scenario) -> tuple[tuple[int, ...], ...]:

@@ -8,14 +8,12 @@ from collections import Counter
 from collections.abc import Sequence
 from datetime import UTC, date, datetime
 from pathlib import Path
-from statistics import median
 
 import msgspec
 from rich import box
 from rich.table import Table
 
 from hcsim.cli import screen
-from hcsim.collectives.select import Options
 from hcsim.config import Scenario, Training, load_scenario
 from hcsim.errors import ConfigError, HcsimError
 from hcsim.files import append_line
@@ -26,6 +24,7 @@ from hcsim.real.sensors import Sensors
 from hcsim.runtime.address import parse, with_port
 from hcsim.training.run import Point
 from hcsim.transport.groups import Wire
+from hcsim.twin.job_band import USUAL_VARIANTS
 from hcsim.twin.ledger import (
     InterfaceState,
     Ledger,
@@ -42,13 +41,10 @@ from hcsim.twin.ledger import (
     twin_digest,
 )
 from hcsim.twin.prediction import (
-    USUAL_VARIANTS,
     PredictedRun,
     Uncertainty,
     exchanges_every,
     is_quick,
-    is_quick_job,
-    job_band,
     nodes_of,
     predict,
     uncertainty,
@@ -228,24 +224,6 @@ def show_uncertainty(
     band = _between(spread.around(phases)["step"])
     rest = f"; {_rests_on(spread)} of it" if spread.shares else ""
     screen.say(f"a step takes {screen.duration(phases['step'])}, p10–p90 {band}{rest}")
-
-
-def show_job_band(
-    scenario: Scenario, options: Options, wire: Wire, times_s: Sequence[float], bands: int | None, events: int
-) -> None:
-    """Show the band of the median of a simulated job's repeats. The run itself had so many events."""
-    if bands is None:
-        bands = USUAL_VARIANTS if is_quick_job(scenario, events) else 0
-    if not bands:
-        return
-    try:
-        low, high = job_band(scenario, options, wire, bands)
-    except HcsimError as error:  # it ends before its first repeat
-        screen.note(f"p10 and p90 are not known: {error}")
-        return
-    middle_s = median(times_s)
-    band = _between((low * middle_s, high * middle_s))
-    screen.say(f"a repeat takes {screen.duration(middle_s)} (median), p10–p90 {band}")
 
 
 def show_twin(path: Path, *, as_json: bool) -> None:

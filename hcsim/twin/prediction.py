@@ -11,31 +11,25 @@ where all figures of that kind are slower by the same factor.
 from __future__ import annotations
 
 from math import ceil
-from statistics import median
 
 import msgspec
-import numpy as np
 from msgspec.structs import replace
 
-from hcsim.collectives.group import Group
-from hcsim.collectives.select import Options
 from hcsim.config import Cluster, Scenario, Training
 from hcsim.errors import ConfigError, HcsimError
-from hcsim.jobs import run_job
-from hcsim.launch.virtual import Outcome, simulate, simulate_training
+from hcsim.launch.virtual import Outcome, simulate_training
 from hcsim.launch.virtual_cluster import simulate_cluster
 from hcsim.training.run import Report
 from hcsim.training.strategies import strategy
 from hcsim.training.tasks import task
 from hcsim.training.tasks.shapes import shapes_of
 from hcsim.transport.groups import Wire
+from hcsim.twin.job_band import USUAL_VARIANTS, is_cheap, relative_band
 from hcsim.twin.ledger import FIRST_STEPS, PhaseTimes, phase_times
 from hcsim.twin.spread import BasisKind, figures_of, slower_where, variants
 
-USUAL_VARIANTS = 16
-JOB_REPEATS = 3
-_CHEAP_EVENTS, _MOST_EVENTS = 16_000, 100_000
-"""So many events are simulated in about a second, and in less than ten."""
+_MOST_EVENTS = 100_000
+"""So many are simulated in less than ten seconds."""
 _STEPS = 8
 _SLOWER = 1.1
 _KINDS: tuple[BasisKind, ...] = ("measured", "published", "estimated")
@@ -101,17 +95,7 @@ def is_quick(scenario: Scenario, events_per_step: float, settings: Training) -> 
     """Return whether a band is shown unasked: a figure has a spread, and the usual variants take about a second."""
     every = exchanges_every(settings)
     steps = FIRST_STEPS + every * ceil(_STEPS / every)
-    return _is_quick(scenario, steps * events_per_step)
-
-
-def is_quick_job(scenario: Scenario, events: int) -> bool:
-    """Return the same of a job, whose run had so many events."""
-    return _is_quick(scenario, events * min(1.0, JOB_REPEATS / scenario.job.repeat))
-
-
-def _is_quick(scenario: Scenario, events: float) -> bool:
-    spreads = (basis.spread for basis in figures_of(scenario).values())
-    return USUAL_VARIANTS * events <= _CHEAP_EVENTS and any(spreads)
+    return is_cheap(scenario, steps * events_per_step)
 
 
 def uncertainty(scenario: Scenario, run: PredictedRun, count: int = USUAL_VARIANTS) -> Uncertainty:
@@ -129,34 +113,9 @@ def uncertainty(scenario: Scenario, run: PredictedRun, count: int = USUAL_VARIAN
     }
     whole_s = sum(longer_s.values())
     return Uncertainty(
-        {phase: _band(point_s, [each[phase] for each in drawn]) for phase, point_s in point.phases.items()},
+        {phase: relative_band(point_s, [each[phase] for each in drawn]) for phase, point_s in point.phases.items()},
         {kind: each_s / whole_s for kind, each_s in longer_s.items() if whole_s > 0.0},
     )
-
-
-def job_band(scenario: Scenario, options: Options, wire: Wire, count: int = USUAL_VARIANTS) -> tuple[float, float]:
-    """Return the 10th and the 90th percentile of the time of a job's repeats, relative to the predicted one."""
-    drawn_s = [_job_s(variant, options, wire) for variant in variants(scenario, count)]
-    return _band(_job_s(scenario, options, wire), drawn_s)
-
-
-def _job_s(scenario: Scenario, options: Options, wire: Wire) -> float:
-    """The median time of a few repeats without data."""
-    job = replace(scenario.job, payload="phantom", repeat=min(scenario.job.repeat, JOB_REPEATS))
-    times_s: dict[int, float] = {}
-
-    async def program(group: Group) -> None:
-        await run_job(group, job, lambda lap: times_s.__setitem__(lap.number, lap.seconds))
-
-    simulate(replace(scenario, faults=(), processes=()), program, options=options, wire=wire).values()
-    return median(times_s.values())
-
-
-def _band(point_s: float, drawn_s: list[float]) -> tuple[float, float]:
-    if point_s <= 0.0:
-        return 1.0, 1.0
-    low_s, high_s = np.quantile(drawn_s, (0.1, 0.9), method="hazen")  # each draw is the middle of its part
-    return min(1.0, float(low_s) / point_s), max(1.0, float(high_s) / point_s)
 
 
 def _simulated(scenario: Scenario, run: PredictedRun, steps: int) -> Prediction:

@@ -135,7 +135,6 @@ def test_a_twin_without_a_run_says_how_to_record_one_and_what_is_out_of_date(hom
         (None, ["run", "--real", "--task", "convex", "--set", "twin=home.toml"], "no such file"),
         ('name = "home"', ["run", "--real", "--task", "convex", "--set", "twin=home.toml"], "predicts nothing"),
         (None, ["run", "two-macs-wifi", "--task", "convex", "--set", "twin=home.toml"], "only with --real"),
-        (None, ["run", "two-macs-wifi", "--set", "bands=4"], "only where something is learned"),
         (None, ["run", "two-macs-wifi", "--task", "convex", "--set", "bands=-1"], "bands"),
     ],
 )

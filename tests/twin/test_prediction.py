@@ -12,8 +12,9 @@ from hcsim.config import Basis, CodecCurve, Job, KernelCurve, MessageCosts, Scen
 from hcsim.errors import ConfigError
 from hcsim.launch.virtual import simulate_training
 from hcsim.transport.groups import Wire
+from hcsim.twin.job_band import is_quick_job, job_band
 from hcsim.twin.ledger import phase_times
-from hcsim.twin.prediction import PredictedRun, is_quick, is_quick_job, job_band, nodes_of, predict, uncertainty
+from hcsim.twin.prediction import PredictedRun, is_quick, nodes_of, predict, uncertainty
 from hcsim.twin.spread import figures_of, rescaled, variants
 from hcsim.units import Bytes, Seconds
 

@@ -15,9 +15,12 @@ _TITLES = {"curves": "by the machine's curves", "own kernels": "by the model's o
 
 
 def draw(rows: list[Row], out: Path) -> None:
-    """Write the table, and draw it: a panel for each device and number of threads."""
+    """Write the table, and draw it: a panel for each device, number of threads and size of batches."""
     table = pd.DataFrame(msgspec.structs.asdict(row) for row in rows)
     save_data(table, out / f"{FILE}.csv")
+    names = table["model"].str.partition(" ×")
+    table["on"] += names[1].where(names[2] == "", ", batches × ") + names[2]
+    table["model"] = names[0]
     panels = list(dict.fromkeys(table["on"]))
     models = list(dict.fromkeys(table["model"]))[::-1]
     with figure(3.6 * len(panels) + 1.2, 0.27 * len(models) + 1.2, out / FILE) as sheet:
@@ -37,5 +40,6 @@ def draw(rows: list[Row], out: Path) -> None:
                               marker=look["marker"], color=look["color"], linestyle="none", label=found)  # fmt: skip
             axis.axvline(0, color="0.4", linewidth=0.8)
             axis.set(title=on, xlabel="predicted − measured step time, %")
-            axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14))
+            axis.set_ylim(-0.8, len(models) - 0.2)
+            axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.07))
         axes[0].set_yticks(range(len(models)), models)

@@ -70,7 +70,7 @@ class ComputingCell(msgspec.Struct, frozen=True):
     @property
     def turn(self) -> Trainings:
         every = exchanges_every(Training(strategy=self.strategy))
-        return Trainings(self.task, self.strategy, self.compressor, FIRST_STEPS + _ROUNDS * max(4, every), 1)
+        return Trainings(self.task, self.strategy, self.compressor, (1 + _ROUNDS) * max(4, every), 1)
 
 
 def computing() -> list[ComputingCell]:
@@ -128,7 +128,7 @@ def _measured(crew: Crew, cell: ComputingCell) -> tuple[Timing, PhaseTimes]:
     steps_s = [
         sum(step["whole"] for step in lap[first : first + every]) / every
         for lap in laps
-        for first in range(FIRST_STEPS, len(lap) - every + 1, every)
+        for first in range(max(FIRST_STEPS, every), len(lap) - every + 1, every)
     ]
     timing = _timing(statistics.fmean(each["step"] for each in phases), steps_s)
     return timing, {phase: statistics.fmean(each[phase] for each in phases) for phase in PHASES.values()}

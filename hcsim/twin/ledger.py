@@ -126,10 +126,13 @@ class _Version(msgspec.Struct):
 
 
 def phase_times(laps: Sequence[Mapping[str, float]], every: int = 1) -> PhaseTimes:
-    """Return the phases of a run from its steps' seconds by purpose, for a strategy that exchanges `every` so many."""
-    steady = laps[FIRST_STEPS:] if len(laps) >= FIRST_STEPS + every else laps[-every:]
-    size = min(every, max(1, len(steady)))
-    rounds = [steady[end - size : end] for end in range(len(steady), size - 1, -size)]
+    """Return the phases of a run from its steps' seconds by purpose, for a strategy that exchanges `every` so many.
+
+    A round ends with an exchange. What a run exchanges at its end beside is in none."""
+    size = min(every, max(1, len(laps)))
+    ends = range(size, len(laps) + 1, size)
+    steady = [end for end in ends if end - size >= FIRST_STEPS]
+    rounds = [laps[end - size : end] for end in steady or ends]
     return {
         phase: statistics.median(sum(lap.get(purpose, 0.0) for lap in each) / size for each in rounds)
         for purpose, phase in PHASES.items()

@@ -84,7 +84,7 @@ def exchanges_every(settings: Training) -> int:
 def predict(scenario: Scenario, run: PredictedRun) -> Prediction:
     """Predict the phases of a step: from a few steps, or from as few as can be if these have many events."""
     every = exchanges_every(run.settings)
-    fewest, usual = FIRST_STEPS + every, FIRST_STEPS + every * ceil(_STEPS / every)
+    fewest, usual = _whole_rounds(1, every), _whole_rounds(_STEPS, every)
     few = _simulated(scenario, run, fewest)
     if usual == fewest or few.events * usual > _MOST_EVENTS * fewest:
         return few
@@ -94,8 +94,12 @@ def predict(scenario: Scenario, run: PredictedRun) -> Prediction:
 def is_quick(scenario: Scenario, events_per_step: float, settings: Training) -> bool:
     """Return whether a band is shown unasked: a figure has a spread, and the usual variants take about a second."""
     every = exchanges_every(settings)
-    steps = FIRST_STEPS + every * ceil(_STEPS / every)
-    return is_cheap(scenario, steps * events_per_step)
+    return is_cheap(scenario, _whole_rounds(_STEPS, every) * events_per_step)
+
+
+def _whole_rounds(steps: int, every: int) -> int:
+    """Return how many steps have so many, behind the first ones, in rounds that end with an exchange."""
+    return every * ceil((FIRST_STEPS + steps) / every)
 
 
 def uncertainty(scenario: Scenario, run: PredictedRun, count: int = USUAL_VARIANTS) -> Uncertainty:

@@ -141,6 +141,14 @@ def test_the_trend_compares_the_last_runs_with_those_before(before: float, now: 
     assert record_of(pairs, "now").trend == trend
 
 
+@pytest.mark.parametrize("steps", [16, 18])
+def test_a_round_has_one_exchange_whatever_a_run_exchanges_at_its_end(steps: int) -> None:
+    """A strategy that exchanges every fourth step does so after the last one, too."""
+    laps = [{"network": 8.0 if step % 4 == 0 or step == steps else 0.0, "whole": 10.0} for step in range(1, steps + 1)]
+    found = phase_times(laps, every=4)
+    assert (found["exchange"], found["step"]) == (2.0, 10.0)
+
+
 def test_bands_are_held_against_the_measured_steps() -> None:
     inside, outside = pair(1.0, 1.0, band={"step": (0.9, 1.1)}), pair(1.0, 1.2, band={"step": (0.9, 1.1)})
     assert record_of([inside, outside, pair(1.0, 1.0)], "now").in_band == 0.5

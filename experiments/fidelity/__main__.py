@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from experiments import asked
-from experiments.fidelity.bands import banded, network_spread
+from experiments.fidelity.bands import banded, residuals
 from experiments.fidelity.calibration import fitted, this_machine
 from experiments.fidelity.cells import AnyCell, collectives, shared_trainings, trainings
 from experiments.fidelity.churn import ChurnCell, churn, measure_churn, predict_churn
@@ -121,12 +121,9 @@ def _compare(record: Record, computer: Scenario, out: Path, progress: Progress) 
     networks = {
         medium: fitted(those, record.timings, machine, processor.cores) for medium, those in calibrating.items()
     }
-    spreads = {
-        medium: network_spread(those, record.timings, networks[medium], machine)
-        for medium, those in calibrating.items()
-    }
+    off = {medium: residuals(those, record.timings, networks[medium], machine) for medium, those in calibrating.items()}
     lost = predict_churn() if any(isinstance(cell, ChurnCell) for cell in cells) else {}
-    apart = predict_computed([cell for cell in cells if isinstance(cell, ComputedCell)], networks, out)
+    apart = predict_computed([cell for cell in cells if isinstance(cell, ComputedCell)], networks, off, out)
     rows = []
     for cell in cells:
         if isinstance(cell, ChurnCell):
@@ -135,14 +132,12 @@ def _compare(record: Record, computer: Scenario, out: Path, progress: Progress) 
             expected = apart[cell]
         else:
             network = networks[cell.medium]
-            expected = banded(cell, predicted(cell, network, machine), network, spreads[cell.medium], machine)
+            expected = banded(cell, predicted(cell, network, machine), off[cell.medium])
         if expected is not None:
             rows.append(row(cell, record.timings[cell.name], expected))
         progress.advance(task)
     found = classes(rows)
-    known = {
-        medium: msgspec.structs.asdict(networks[medium]) | msgspec.structs.asdict(spreads[medium]) for medium in MEDIA
-    }
+    known = {medium: msgspec.structs.asdict(networks[medium]) | msgspec.structs.asdict(off[medium]) for medium in MEDIA}
     write_whole(out / CALIBRATION, msgspec.json.format(msgspec.json.encode(known), indent=1) + b"\n")
     save(rows, found, out)
     return rows, found

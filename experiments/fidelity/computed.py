@@ -11,7 +11,8 @@ from typing import TypeAlias
 import msgspec
 
 from experiments.compute.scripts import SCRIPTS
-from experiments.fidelity.computing import ComputingCell, measure_computing, predicted_phases, probed
+from experiments.fidelity.bands import Residuals, with_band
+from experiments.fidelity.computing import ComputingCell, measure_computing, predicted_phases, probed, step_band
 from experiments.fidelity.homes import Network
 from experiments.fidelity.script_cells import ScriptCell, measure_scripts, predict_script
 from experiments.fidelity.worlds import Timing
@@ -48,7 +49,7 @@ def _measured_phases(folder: Path) -> dict[str, PhaseTimes]:
 
 
 def predict_computed(
-    cells: Iterable[ComputedCell], networks: Mapping[str, Network], folder: Path
+    cells: Iterable[ComputedCell], networks: Mapping[str, Network], off: Mapping[str, Residuals], folder: Path
 ) -> dict[ComputedCell, Timing]:
     """Predict cells, and write the phases of trainings as they were measured and as they are predicted."""
     chosen = list(cells)
@@ -59,7 +60,13 @@ def predict_computed(
     phases = {cell: predicted_phases(cell, networks[cell.medium], machine) for cell in trainings}
     _write_phases(folder / PHASES, _measured_phases(folder), {cell.name: found for cell, found in phases.items()})
     steps_s = {cell: found["step"] for cell, found in phases.items()}
-    timings: dict[ComputedCell, Timing] = {cell: Timing(s, s, s, 1, "", "") for cell, s in steps_s.items()}
+    timings: dict[ComputedCell, Timing] = {
+        cell: with_band(
+            Timing(lasts_s, lasts_s, lasts_s, 1, "", ""), step_band(cell, networks[cell.medium], machine),
+            off[cell.medium].long,
+        )
+        for cell, lasts_s in steps_s.items()
+    }  # fmt: skip
     with RankProcesses() as processes:
         for cell in chosen:
             if isinstance(cell, ScriptCell):

@@ -37,13 +37,14 @@ from hcsim.errors import HcsimError
 from hcsim.launch import DEFAULT_PORT
 from hcsim.training.trainer import train
 from hcsim.twin.ledger import FIRST_STEPS, PHASES, PhaseTimes, phase_times
-from hcsim.twin.prediction import PredictedRun, exchanges_every, predict
+from hcsim.twin.prediction import PredictedRun, exchanges_every, predict, uncertainty
 from hcsim.workers import ONE_THREAD
 
 HOSTS = 2
 TASKS = ("digits", "text")
 _ROUNDS = 4
 _REPEATS = 2
+_VARIANTS = 8
 _METHODS = (
     ("ddp", "none"), ("ddp", "int8+ef"), ("ddp", "topk:0.01+ef"), ("ddp", "powersgd:4+ef"),
     ("local_sgd:4", "none"), ("diloco:4", "none"), ("diloco:4", "int8+ef"),
@@ -141,7 +142,16 @@ def _timing(median_s: float, all_s: Sequence[float]) -> Timing:
 
 def predicted_phases(cell: ComputingCell, network: Network, machine: Machine) -> PhaseTimes:
     """Return the phases of a step by the model."""
-    return predict(apart(cell.medium, network, machine), PredictedRun(cell.turn.training, rank=HOSTS - 1)).phases
+    return predict(apart(cell.medium, network, machine), _run(cell)).phases
+
+
+def step_band(cell: ComputingCell, network: Network, machine: Machine) -> tuple[float, float]:
+    """Return the band of a step by the spread of the machine's figures, relative to the predicted time."""
+    return uncertainty(apart(cell.medium, network, machine), _run(cell), _VARIANTS).band["step"]
+
+
+def _run(cell: ComputingCell) -> PredictedRun:
+    return PredictedRun(cell.turn.training, rank=HOSTS - 1)
 
 
 def apart(medium: str, network: Network, machine: Machine) -> Scenario:

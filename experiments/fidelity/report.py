@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -99,8 +100,10 @@ def classes(rows: Sequence[Row]) -> list[Class]:
 
 
 def share_inside(rows: Sequence[Row]) -> float:
-    """Return the share of cells that did not calibrate whose measured median lies in the band."""
-    return statistics.mean(row.inside for row in rows if not row.calibrates)
+    """Return the share of cells that did not calibrate, and have a band, whose measured median lies in it; not a number
+    if there are none."""
+    inside = [row.inside for row in rows if not row.calibrates and row.p90_s > row.p10_s]
+    return statistics.mean(inside) if inside else math.nan
 
 
 def table(found: Sequence[Class], rows: Sequence[Row]) -> Table:
@@ -114,7 +117,11 @@ def table(found: Sequence[Class], rows: Sequence[Row]) -> Table:
         result.add_column(heading, justify="left" if heading == "class" else "right")
     for each in found:
         shares = (each.median_error, each.p90_error, each.inside, each.spread, each.target_median, each.target_p90)
-        result.add_row(each.kind, str(each.cells), *("" if share is None else f"{share:.1%}" for share in shares))
+        result.add_row(
+            each.kind,
+            str(each.cells),
+            *("" if share is None or math.isnan(share) else f"{share:.1%}" for share in shares),
+        )
     return result
 
 

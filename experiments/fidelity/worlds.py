@@ -76,26 +76,26 @@ def measured(crew: Crew, cell: AnyCell) -> Timing:
     return _combined(crew.take(cell.turn(cell.repeats), Laps))
 
 
-def predicted(cell: AnyCell, network: Network, machine: Machine, seed: int = 0) -> Timing:
+def predicted(cell: AnyCell, network: Network, machine: Machine) -> Timing:
     """Simulate a cell with data: the results must have the bits of the measured ones."""
     if isinstance(cell, TrainingCell) or cell.size_bytes >= 16 * MB:
         repeats = 2
     else:  # more where it costs little: who begins late may change from one repeat to the next
         repeats = 3 if cell.size_bytes >= MB else min(cell.repeats, _MOST_SIMULATED)
-    return _simulated(cell, scenario_of(cell, network, machine, seed), cell.turn(repeats))
+    return _simulated(cell, scenario_of(cell, network, machine), cell.turn(repeats))
 
 
-def predicted_s(cell: Cell, network: Network, machine: Machine, seed: int = 0) -> float:
+def predicted_s(cell: Cell, network: Network, machine: Machine) -> float:
     """Simulate a cell without data, for its time alone."""
     turn = msgspec.structs.replace(cell.turn(2), phantom=True)
-    return _simulated(cell, scenario_of(cell, network, machine, seed), turn).median_s
+    return _simulated(cell, scenario_of(cell, network, machine), turn).median_s
 
 
-def scenario_of(cell: AnyCell, network: Network, machine: Machine, seed: int = 0) -> Scenario:
+def scenario_of(cell: AnyCell, network: Network, machine: Machine) -> Scenario:
     """Return the cell's home in the simulator."""
     if isinstance(cell, TrainingCell):  # which computes at its own speed, and handles messages at this machine's
         machine = msgspec.structs.replace(cell.machine, messages=machine.messages)
-    return msgspec.structs.replace(modelled(cell.medium, cell.hosts, network, machine, tls=cell.tls), seed=seed)
+    return modelled(cell.medium, cell.hosts, network, machine, tls=cell.tls)
 
 
 def _simulated(cell: AnyCell, scenario: Scenario, turn: Collectives | Trainings) -> Timing:

@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from experiments.fidelity.__main__ import PARTS
-from experiments.fidelity.bands import NetworkSpread, banded, network_spread
+from experiments.fidelity.bands import Residuals, banded, residuals, with_band
 from experiments.fidelity.calibration import fitted
 from experiments.fidelity.cells import KB, MB, Cell, TrainingCell, collectives
 from experiments.fidelity.homes import MEDIA, Network
@@ -73,24 +73,31 @@ def test_errors_are_those_of_cells_that_did_not_calibrate() -> None:
     assert found.spread == pytest.approx(0.1)
 
 
-def test_a_network_that_explains_its_cells_has_no_spread_and_one_that_does_not_has_that_of_its_cells() -> None:
+def test_residuals_are_those_of_the_calibrating_cells_by_the_size_of_their_messages() -> None:
     truth = Network(latency_s=300e-6, rate_factor=0.9)
-    cells = [Cell("100mb", 2, "all_reduce", name, size) for name in ("ring", "tree") for size in (4 * KB, 4 * MB)]
+    sizes = [4 * KB, 16 * KB, 64 * KB, 128 * KB, 256 * KB, *(count * MB for count in (1, 2, 3, 4, 6))]
+    cells = [Cell("100mb", 2, "all_reduce", "ring", size) for size in sizes]
     exact = {cell.name: predicted(cell, truth, IDEAL) for cell in cells}
-    found = network_spread(cells, exact, truth, IDEAL)
-    assert (found.latency_spread, found.rate_spread) == pytest.approx((0, 0), abs=0.01)
-    ends = dict(zip(exact, (1.0, 0.9, 1.0, 1.1), strict=True))
-    off = {name: replace(each, median_s=ends[name] * each.median_s) for name, each in exact.items()}
-    assert network_spread(cells, off, truth, IDEAL).rate_spread == pytest.approx(0.08, rel=0.1)  # p10 and p90 of two
+    found = residuals(cells, exact, truth, IDEAL)
+    assert (*found.short, *found.long) == pytest.approx((1, 1, 1, 1), abs=0.02)
+    factors = (0.8, 0.9, 1.0, 1.1, 1.2)
+    off = {
+        cell.name: replace(exact[cell.name], median_s=factor * exact[cell.name].median_s)
+        for cell, factor in zip(cells[5:], factors, strict=True)
+    }
+    again = residuals(cells, exact | off, truth, IDEAL)
+    assert again.short == found.short
+    assert again.long == pytest.approx((0.84, 1.16), abs=0.02)  # percentiles of five
 
 
-def test_the_band_of_a_prediction_follows_from_the_spread_of_the_network() -> None:
-    network = Network()
-    point = predicted(CELL, network, IDEAL)
-    sure = banded(CELL, point, network, NetworkSpread(), IDEAL)
-    assert sure.p10_s == sure.median_s == sure.p90_s
-    wide = banded(CELL, point, network, NetworkSpread(0.0, 0.1), IDEAL)
-    assert (wide.p90_s - wide.p10_s) / 2 / point.median_s == pytest.approx(0.1, rel=0.05)
+def test_a_band_has_the_residuals_of_cells_like_it_and_independent_ones_add_up() -> None:
+    network = Residuals(short=(0.5, 2.0), long=(0.9, 1.1))
+    found = banded(CELL, timing(1.0), network)
+    assert (found.p10_s, found.p90_s) == pytest.approx((0.9, 1.1))
+    short = banded(Cell("100mb", 2, "all_reduce", "ring", 64 * KB), timing(1.0), network)
+    assert (short.p10_s, short.p90_s) == pytest.approx((0.5, 2.0))
+    both = with_band(timing(1.0), (0.9, 1.1), (0.9, 1.1))
+    assert (both.p10_s, both.p90_s) == pytest.approx((0.9**2**0.5, 1.1**2**0.5))
 
 
 def test_the_share_of_measured_medians_in_their_bands_leaves_calibrating_cells_out() -> None:

@@ -149,7 +149,7 @@ def test_every_machine_has_the_same_traces():
         "four-macs-churn": "2957cf68bbecb43d",
         "four-macs-faulty": "851f3f0770318294",
         "mixed-home": "984f80909b938b5f",
-        "two-homes-wan": "5cb8501fffcd55a1",
+        "two-homes-wan": "3e55ae2e6bd746e7",
         "two-macs-wifi": "0c6320b4ad6e8733",
         "another seed": "2985b2596acf54d9",
     }

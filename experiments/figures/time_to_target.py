@@ -113,7 +113,7 @@ def _panel(axes: Any, table: pd.DataFrame, names: list[str], dots: dict[str, dic
         there = part[part["time_to_target_s"].notna()]
         places = [names.index(name) for name in there["method"]]
         times_s = there["time_to_target_s"].astype(float)
-        lengths = bars(times_s, *(there[f"time_to_target_{end}"] for end in ENDS))
+        lengths = bars(times_s, *(there[f"time_to_target_{end}"].astype("Float64").astype(float) for end in ENDS))
         axes.errorbar(times_s, places, xerr=lengths, **dots[link], **BARS)
     for place, name in enumerate(names):
         times_s = table.loc[table["method"] == name, "time_to_target_s"]

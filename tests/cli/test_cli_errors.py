@@ -53,7 +53,7 @@ MEMBER = ("run", "--real", "--task", "convex", "--set")
         ((*LEARNED, "bach=3"), ["--set bach: there is no such setting (did you mean batch?)", "momentum"]),
         ((*LEARNED, "training.bach=3"), ["[training] has no such key (did you mean batch?)", "momentum"]),
         ((*LEARNED, "trainin.lr=3"), ["--set trainin.lr: there is no such setting (did you mean training?)"]),
-        ((*LEARNED, "batch=many"), ['--set batch = "many"', "a whole number or a list"]),
+        ((*LEARNED, "batch=many"), ['--set batch = "many"', "expected a whole number, a list of them"]),
         ((*LEARNED, "batch=8,many"), ['--set batch[1] = "many"', "a whole number"]),
         ((*LEARNED, "scale_lr=yes"), ['--set scale_lr = "yes"', "true or false"]),
         ((*LEARNED, "optimizer=adam"), ["--set optimizer", "did you mean adamw?", "sgd"]),

@@ -78,7 +78,7 @@ def test_noise_is_no_header(data):
     [
         (forged(magic=b"GE"), "does not speak hcsim"),
         (forged(version=2), "version 2"),
-        (forged(kind=7), "unknown kind 7"),
+        (forged(kind=99), "unknown kind 99"),
         (forged(length=101), "101 bytes where at most 100"),
         (forged(length=50, offset=60, total=100), "ends at byte 110 of a message of 100"),
         (forged(length=1, offset=2**64 - 1, total=2**64 - 1), "ends at byte"),

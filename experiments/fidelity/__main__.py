@@ -26,13 +26,13 @@ from rich.console import Console
 from rich.progress import Progress
 
 from experiments import asked
-from experiments.fidelity.bands import banded, residuals
+from experiments.fidelity.bands import Calibration, banded, residuals
 from experiments.fidelity.calibration import fitted, this_machine
 from experiments.fidelity.cells import AnyCell, collectives, shared_trainings, trainings
 from experiments.fidelity.churn import ChurnCell, churn, measure_churn, predict_churn
 from experiments.fidelity.computed import ComputedCell, measure_computed, predict_computed
 from experiments.fidelity.computing import computing
-from experiments.fidelity.homes import MEDIA, PROCESSOR
+from experiments.fidelity.homes import EMULATED, MEDIA, PROCESSOR, WIRED
 from experiments.fidelity.record import Record
 from experiments.fidelity.report import Class, Row, classes, row, save, table
 from experiments.fidelity.script_cells import script_cells
@@ -121,7 +121,13 @@ def _compare(record: Record, computer: Scenario, out: Path, progress: Progress) 
     networks = {
         medium: fitted(those, record.timings, machine, processor.cores) for medium, those in calibrating.items()
     }
-    off = {medium: residuals(those, record.timings, networks[medium], machine) for medium, those in calibrating.items()}
+    off = residuals(
+        [list(WIRED), *([medium] for medium in EMULATED)],
+        {
+            medium: Calibration.of(those, record.timings, networks[medium], machine)
+            for medium, those in calibrating.items()
+        },
+    )
     lost = predict_churn() if any(isinstance(cell, ChurnCell) for cell in cells) else {}
     apart = predict_computed([cell for cell in cells if isinstance(cell, ComputedCell)], networks, off, out)
     rows = []

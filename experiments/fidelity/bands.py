@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import msgspec
-import numpy as np
 from msgspec.structs import replace
 
 from experiments.fidelity.cells import MB, AnyCell, Cell
@@ -36,12 +36,31 @@ class Residuals(msgspec.Struct, frozen=True):
     long: Band = (1.0, 1.0)
 
 
-def residuals(cells: Sequence[Cell], measured: Mapping[str, Timing], network: Network, machine: Machine) -> Residuals:
-    """Return how far the cells that have calibrated a network are off."""
-    ratios: dict[bool, list[float]] = {True: [], False: []}
-    for cell in cells:
-        ratios[_is_short(cell)].append(measured[cell.name].median_s / predicted_s(cell, network, machine))
-    return Residuals(_percentiles(ratios[True]), _percentiles(ratios[False]))
+class Calibration(NamedTuple):
+    """Measured times relative to predicted ones, of the cells that have calibrated a network."""
+
+    short: list[float]
+    long: list[float]
+
+    @classmethod
+    def of(
+        cls, cells: Sequence[Cell], measured: Mapping[str, Timing], network: Network, machine: Machine
+    ) -> Calibration:
+        found = cls([], [])
+        for cell in cells:
+            ratio = measured[cell.name].median_s / predicted_s(cell, network, machine)
+            (found.short if _is_short(cell) else found.long).append(ratio)
+        return found
+
+
+def residuals(groups: Sequence[Sequence[str]], calibrations: Mapping[str, Calibration]) -> dict[str, Residuals]:
+    """Return how far the cells that have calibrated the networks are off, by medium. Media of one group share them: a
+    dozen cells say little of percentiles."""
+    found = {}
+    for media in groups:
+        short, long = ([ratio for each in media for ratio in calibrations[each][size]] for size in (0, 1))
+        found |= dict.fromkeys(media, Residuals(_percentiles(short), _percentiles(long)))
+    return found
 
 
 def _is_short(cell: AnyCell) -> bool:
@@ -49,10 +68,12 @@ def _is_short(cell: AnyCell) -> bool:
 
 
 def _percentiles(ratios: Sequence[float]) -> Band:
+    """Return the ratios between which another one lies with a probability of 80 %: of n, the k-th from either end, with
+    k = (n + 1)/10 rounded down."""
     if len(ratios) < _FEWEST:
         return 1.0, 1.0
-    low, high = np.percentile(ratios, (10, 90))
-    return round(min(float(low), 1.0), 5), round(max(float(high), 1.0), 5)
+    in_order, kth = sorted(ratios), max(1, (len(ratios) + 1) // 10)
+    return round(min(in_order[kth - 1], 1.0), 5), round(max(in_order[-kth], 1.0), 5)
 
 
 def banded(cell: AnyCell, expected: Timing, network: Residuals) -> Timing:

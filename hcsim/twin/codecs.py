@@ -1,7 +1,7 @@
 """The time that compressors take on this machine, against the size of the tensor.
 
-Each is measured in its usual setting, on normally distributed float32 numbers in a square matrix. A plugin's compressor
-that needs an argument is left out: nobody knows which.
+Each is measured in its usual setting, on normally distributed float32 numbers in a square matrix, and as it runs in a
+training step: once, after something else. A plugin's compressor that needs an argument is left out: nobody knows which.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 from hcsim.compressors.base import Ident
 from hcsim.compressors.registry import make, specs
 from hcsim.config.machine import Basis, CodecCurve
-from hcsim.twin.timing import Timing, timed
+from hcsim.twin.timing import Timing, timed_apart
 
 KIB = 1024
 SIZES = (256, 2 * KIB, *(16 * KIB * 4**power for power in range(7)))
@@ -77,6 +77,6 @@ def _measure(spec: str, size_bytes: int) -> tuple[Timing, Timing]:
         compressor.commit(step)
         return payload
 
-    encoded = timed(encode, POINT_S)
+    encoded = timed_apart(encode, POINT_S)
     payload = compressor.encode(tensor, Ident("tensor", step + 1))
-    return encoded, timed(lambda: compressor.decode(payload, out, Ident("tensor", step + 1)), POINT_S)
+    return encoded, timed_apart(lambda: compressor.decode(payload, out, Ident("tensor", step + 1)), POINT_S)

@@ -20,13 +20,13 @@ from hcsim.real.hardware import RealDevice, installed_versions, system_name, thi
 from hcsim.runtime.host import Work
 from hcsim.twin.codecs import measure_codec, usual_specs
 from hcsim.twin.messages import measure_messages
-from hcsim.twin.timing import rounded, summary, timed
+from hcsim.twin.timing import displace, rounded, summary, timed
 from hcsim.units import ByteRate, Bytes, FlopRate, PositiveShare, Seconds
 
 KEPT = 0.95
 """A machine that keeps this share of its speed is not slowed down by heat: repeats differ by as much."""
 _HEATED_SIZE = 1024
-_HAND_OVER_BATCHES, _HAND_OVERS = 15, 100
+_HAND_OVERS = 200
 _ROUGH_S = 0.2
 _SUMMED, _SUM_BYTES = 1 << 22, 12
 """Elements of a large sum, and the bytes that it moves for each."""
@@ -84,22 +84,22 @@ def measure_machine(name: str, device: str, before: Machine | None, heat_s: floa
 
 
 def hand_over_s(device: str) -> float:
-    """Return what it takes to have a device's thread do nothing."""
+    """Return what it takes to have a device's thread do nothing, in between other work."""
 
-    async def batches() -> list[float]:
+    async def times() -> list[float]:
         here = RealDevice(device)
         lasted_s = []
         try:
-            for _ in range(_HAND_OVER_BATCHES):
+            for _ in range(_HAND_OVERS):
+                displace()
                 began_s = time.perf_counter()
-                for _ in range(_HAND_OVERS):
-                    await here.run(Work(), lambda: None)
-                lasted_s.append((time.perf_counter() - began_s) / _HAND_OVERS)
+                await here.run(Work(), lambda: None)
+                lasted_s.append(time.perf_counter() - began_s)
         finally:
             here.close()
-        return lasted_s
+        return lasted_s[1:]
 
-    return summary(asyncio.run(batches())).seconds
+    return summary(asyncio.run(times())).seconds
 
 
 def rough_machine(name: str, device: str) -> Machine:

@@ -5,11 +5,16 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 SAMPLE_S = 200e-6
 """A sample is at least so long: shorter calls are repeated within it."""
-FEWEST, MOST = 3, 25
+FEWEST, FEWEST_APART, MOST = 3, 7, 25
+_DISPLACING_BYTES = 8 << 20
 
 
 class Timing(NamedTuple):
@@ -35,6 +40,30 @@ def timed(call: Callable[[], object], budget_s: float) -> Timing:
             call()
         samples_s.append((time.perf_counter() - start_s) / repeats)
     return summary(samples_s)
+
+
+def timed_apart(call: Callable[[], object], budget_s: float) -> Timing:
+    """Time calls each of which finds its code and data displaced from the nearest caches, as within a training step."""
+    call()
+    began_s = time.perf_counter()
+    samples_s: list[float] = []
+    while len(samples_s) < FEWEST_APART or (len(samples_s) < MOST and time.perf_counter() - began_s < budget_s):
+        displace()
+        start_s = time.perf_counter()
+        call()
+        samples_s.append(time.perf_counter() - start_s)
+    return summary(samples_s)
+
+
+def displace() -> None:
+    """Write so much memory that the caches of a core hold nothing else."""
+    others = _others()
+    np.add(others, 1.0, out=others)
+
+
+@cache
+def _others() -> npt.NDArray[np.float32]:
+    return np.zeros(_DISPLACING_BYTES // 4, np.float32)
 
 
 def summary(samples: Sequence[float]) -> Timing:

@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from experiments.fidelity.__main__ import PARTS
-from experiments.fidelity.bands import Residuals, banded, residuals, with_band
+from experiments.fidelity.bands import Calibration, Residuals, banded, residuals, with_band
 from experiments.fidelity.calibration import fitted
 from experiments.fidelity.cells import KB, MB, Cell, TrainingCell, collectives
 from experiments.fidelity.homes import MEDIA, Network
@@ -73,21 +73,23 @@ def test_errors_are_those_of_cells_that_did_not_calibrate() -> None:
     assert found.spread == pytest.approx(0.1)
 
 
-def test_residuals_are_those_of_the_calibrating_cells_by_the_size_of_their_messages() -> None:
+def test_what_calibrates_is_counted_by_the_size_of_its_messages() -> None:
     truth = Network(latency_s=300e-6, rate_factor=0.9)
-    sizes = [4 * KB, 16 * KB, 64 * KB, 128 * KB, 256 * KB, *(count * MB for count in (1, 2, 3, 4, 6))]
-    cells = [Cell("100mb", 2, "all_reduce", "ring", size) for size in sizes]
-    exact = {cell.name: predicted(cell, truth, IDEAL) for cell in cells}
-    found = residuals(cells, exact, truth, IDEAL)
-    assert (*found.short, *found.long) == pytest.approx((1, 1, 1, 1), abs=0.02)
-    factors = (0.8, 0.9, 1.0, 1.1, 1.2)
-    off = {
-        cell.name: replace(exact[cell.name], median_s=factor * exact[cell.name].median_s)
-        for cell, factor in zip(cells[5:], factors, strict=True)
-    }
-    again = residuals(cells, exact | off, truth, IDEAL)
-    assert again.short == found.short
-    assert again.long == pytest.approx((0.84, 1.16), abs=0.02)  # percentiles of five
+    short, long = (Cell("100mb", 2, "all_reduce", "ring", size) for size in (64 * KB, 1 * MB))
+    exact = {cell.name: predicted(cell, truth, IDEAL) for cell in (short, long)}
+    slower = exact | {long.name: replace(exact[long.name], median_s=1.2 * exact[long.name].median_s)}
+    found = Calibration.of([short, long], slower, truth, IDEAL)
+    assert (*found.short, *found.long) == pytest.approx((1.0, 1.2), rel=0.02)
+
+
+def test_residuals_hold_eight_of_ten_ratios_of_the_media_of_a_group() -> None:
+    ratios = [0.9 + 0.01 * number for number in range(10)]
+    calibrations = {"a": Calibration([], ratios), "b": Calibration([], [each + 0.1 for each in ratios]),
+                    "c": Calibration([], [1.0] * 4)}  # fmt: skip
+    found = residuals([["a", "b"], ["c"]], calibrations)
+    assert found["a"] == found["b"]
+    assert found["a"].long == pytest.approx((0.91, 1.08))  # the second of twenty from either end
+    assert found["c"] == Residuals()  # four say nothing
 
 
 def test_a_band_has_the_residuals_of_cells_like_it_and_independent_ones_add_up() -> None:

@@ -45,6 +45,7 @@ AIR_BPS = 780e6
 MEMORY_GIB = 32
 """Of each Mac: what data parallelism needs has to fit into what macOS lets the GPU wire of it."""
 SMALLEST, LARGEST = 1e6, 1e11
+NEAR = 1.5
 SURE = 0.8
 """A tile's method counts as the fastest if it is in so many of the draws of machines and links."""
 FILES = r"crossover(_\d+_macs)?"
@@ -185,7 +186,13 @@ def _marks(axes: Any, links: dict[str, float], tokens: float) -> None:
     for words, size in {**MODELS, f"{MEMORY_GIB} GB full": full}.items():
         if _within(size, axes.get_ylim()):
             axes.plot([1, 1.015], [size] * 2, transform=axes.get_yaxis_transform(), **tick)
-            axes.text(1.025, size, words, transform=axes.get_yaxis_transform(), fontsize=7.5, va="center")
+            axes.text(1.025, size, words, transform=axes.get_yaxis_transform(), fontsize=7.5, va=_side(size, full))
+
+
+def _side(size: float, full: float) -> str:
+    """Return how the words of a model stand beside its mark: those of one near the line keep clear of the line's."""
+    near = 1 < max(size, full) / min(size, full) < NEAR
+    return ("top" if size < full else "bottom") if near else "center"
 
 
 def _within(value: float, limits: tuple[float, float]) -> bool:

@@ -13,7 +13,7 @@ from tests.real.together import SLOW_KBIT, together
 pytestmark = pytest.mark.slow
 
 
-TRIES = 8
+TRIES = 30
 """Members that know each other's addresses train before they have announced themselves."""
 
 

@@ -64,7 +64,7 @@ class TimedKernel(msgspec.Struct, frozen=True, array_like=True):
     """What the program did before it, and what the stopwatch adds."""
 
 
-class Turn(msgspec.Struct, frozen=True):
+class TimedTurn(msgspec.Struct, frozen=True):
     """Undisturbed steps, and one whose kernels were timed."""
 
     plain_s: list[float]
@@ -74,7 +74,7 @@ class Turn(msgspec.Struct, frozen=True):
 class ScriptTimes(msgspec.Struct, frozen=True):
     """What was timed in a script's process."""
 
-    turns: list[Turn]
+    turns: list[TimedTurn]
     device: str
     backward_passes: int
     ended: bool
@@ -154,7 +154,7 @@ class _Step(NamedTuple):
     steps: int = 1
 
 
-def script_kernels(name: str, turns: Sequence[Turn], basis: Callable[[float], Basis]) -> ScriptKernels:
+def script_kernels(name: str, turns: Sequence[TimedTurn], basis: Callable[[float], Basis]) -> ScriptKernels:
     """Return a curve for each operation of the script and its shapes."""
     step, others = _typical(turns)
     factor, added_s = _stopwatch_part(step)
@@ -178,7 +178,7 @@ def script_kernels(name: str, turns: Sequence[Turn], basis: Callable[[float], Ba
     return ScriptKernels(name, basis(_spread(turns)), tuple(curves))
 
 
-def _typical(turns: Sequence[Turn]) -> tuple[_Step, list[TimedKernel]]:
+def _typical(turns: Sequence[TimedTurn]) -> tuple[_Step, list[TimedKernel]]:
     """Return the step that most turns have, with the median time of each kernel, and the kernels of other steps. Where
     no two steps are alike, all of them count as one long step."""
     sequences = [tuple(kernel.signature for kernel in turn.kernels) for turn in turns]
@@ -218,17 +218,17 @@ def _stopwatch_part(step: _Step) -> tuple[float, float]:
     return 1.0, 0.0
 
 
-def _spread(turns: Sequence[Turn]) -> float:
+def _spread(turns: Sequence[TimedTurn]) -> float:
     return summary([each_s for turn in turns for each_s in turn.plain_s]).spread
 
 
-def check(name: str, turns: Sequence[Turn], machine: Machine) -> ScriptCheck:
+def check(name: str, turns: Sequence[TimedTurn], machine: Machine) -> ScriptCheck:
     """Predict the undisturbed steps of every second turn by the kernels of the other turns, and of the machine."""
     if len(turns) > 1:
         known, held_out = turns[0::2], turns[1::2]
     else:
         [turn] = turns
-        known, held_out = [Turn(turn.plain_s[0::2], turn.kernels)], [Turn(turn.plain_s[1::2], turn.kernels)]
+        known, held_out = [TimedTurn(turn.plain_s[0::2], turn.kernels)], [TimedTurn(turn.plain_s[1::2], turn.kernels)]
     own = script_kernels(name, known, lambda spread: Basis("measured", spread=spread))
     step, _ = _typical(held_out)
     signatures = {curve.signature for curve in own.kernels}

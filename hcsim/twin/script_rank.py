@@ -26,8 +26,8 @@ from hcsim.config import KernelKind
 from hcsim.scripts.environment import environment
 from hcsim.scripts.rank.script import run_as_main
 from hcsim.torch_kernels import Kernel, Operation
-from hcsim.twin.script import ScriptJob, ScriptTimes, TimedKernel, Turn
-from hcsim.twin.stopwatch import HostClock, Stopwatch, waiting
+from hcsim.twin.script import ScriptJob, ScriptTimes, TimedKernel, TimedTurn
+from hcsim.twin.stopwatch import HostTimer, Stopwatch, waiting
 
 WARM_UP_STEPS = 3
 MOST_WARM_UP_STEPS = 12
@@ -41,7 +41,7 @@ class GapStopwatch(Stopwatch):  # type: ignore[no-untyped-call]
     """Times every kernel, and what the program does before it."""
 
     def __init__(self, device: str) -> None:
-        super().__init__(HostClock(waiting(device)))
+        super().__init__(HostTimer(waiting(device)))
         self.gaps_s: list[float] = []
         self._left_s = time.perf_counter()
 
@@ -72,7 +72,7 @@ class StepObserver:
     def __init__(self, limit_s: float, done: Callable[[], NoReturn]) -> None:
         self.device = "cpu"
         self.backward_passes = 0
-        self.turns: list[Turn] = []
+        self.turns: list[TimedTurn] = []
         self._done = done
         self._limit_s = limit_s
         self._created = 0
@@ -144,7 +144,7 @@ class StepObserver:
         wait = waiting(self.device)
         began_s = time.perf_counter()
         for number in range(TURNS):
-            turn = Turn([], [])
+            turn = TimedTurn([], [])
             self.turns.append(turn)
             yield from self._time_plain(turn, wait)
             stopwatch = GapStopwatch(self.device)
@@ -157,7 +157,7 @@ class StepObserver:
                 return
             yield
 
-    def _time_plain(self, turn: Turn, wait: Callable[[], object]) -> Generator[None]:
+    def _time_plain(self, turn: TimedTurn, wait: Callable[[], object]) -> Generator[None]:
         """Time undisturbed steps. A device that works while the program goes on is waited for at the end alone."""
         wait()
         first_s = began_s = time.perf_counter()

@@ -65,7 +65,7 @@ class Steps(msgspec.Struct):
         self.streamed.extend(later.streamed)
 
 
-class Clock(Protocol):
+class CallTimer(Protocol):
     """Times calls one after the other."""
 
     def time(self, call: Callable[[], T]) -> T: ...
@@ -75,7 +75,7 @@ class Clock(Protocol):
         ...
 
 
-class HostClock:
+class HostTimer:
     """Times calls until they return, or, with `wait`, until the device is done, less what a call of nothing takes."""
 
     def __init__(self, wait: Callable[[], object] | None = None, empty_s: float = 0.0) -> None:
@@ -103,7 +103,7 @@ _MOST_QUEUED = 500
 """Kernels of a step that all fit into a CUDA device's queue, with room for those that are several."""
 
 
-class _EventClock:
+class _EventTimer:
     """Times what calls take on a CUDA device."""
 
     def __init__(self) -> None:
@@ -154,14 +154,14 @@ class _EventClock:
 
 
 @functools.cache
-def _event_clock() -> _EventClock:
-    return _EventClock()
+def _event_clock() -> _EventTimer:
+    return _EventTimer()
 
 
 _EMPTY_CALLS = 50
 
 
-def _device_clock(device: str) -> Clock:
+def _device_clock(device: str) -> CallTimer:
     """Return what times calls on the device."""
     if device == "cuda":
         return _event_clock()
@@ -170,16 +170,16 @@ def _device_clock(device: str) -> Clock:
     if device in ASYNCHRONOUS:
         number = torch.zeros(1, device=device)
         wait, nothing = waiting(device), lambda: number.add_(1)
-    clock = HostClock(wait)
+    clock = HostTimer(wait)
     for _ in range(_EMPTY_CALLS):
         clock.time(nothing)
-    return HostClock(wait, statistics.median(clock.take()))
+    return HostTimer(wait, statistics.median(clock.take()))
 
 
 class Stopwatch(KernelMode):  # type: ignore[no-untyped-call]
     """Times every kernel of a step by a clock."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: CallTimer) -> None:
         super().__init__()
         self._clock = clock
         self._seen: list[tuple[str, str, Kernel]] = []
@@ -226,7 +226,7 @@ def time_kernels(
             sample.seconds.extend(again.seconds)
         if device in ASYNCHRONOUS:
             wait()
-            for sample, again in alike(samples, _watched(step, HostClock())):
+            for sample, again in alike(samples, _watched(step, HostTimer())):
                 sample.launches.extend(again.seconds)
             wait()
         if time.perf_counter() - began_s > limit_s:
@@ -234,7 +234,7 @@ def time_kernels(
     return samples
 
 
-def _watched(step: Callable[[], object], clock: Clock) -> list[Sample]:
+def _watched(step: Callable[[], object], clock: CallTimer) -> list[Sample]:
     with Stopwatch(clock) as stopwatch:
         step()
     return stopwatch.samples()  # type: ignore[no-any-return]

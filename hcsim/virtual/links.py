@@ -28,7 +28,7 @@ from hcsim.config import Attachment, Ethernet, Node, Scenario, Tcp, Thunderbolt,
 from hcsim.errors import ConfigError
 from hcsim.runtime.host import Interface, Medium, fastest_first
 from hcsim.virtual.rate_allocator import Resource
-from hcsim.virtual.token_bucket import Bucket, Burst
+from hcsim.virtual.token_bucket import Bucket, PortBurst
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -158,7 +158,7 @@ class ResourceGraph:
 
     def __post_init__(self) -> None:
         self.capacities: dict[str, float] = {}
-        self.bursts: dict[str, Burst] = {}
+        self.bursts: dict[str, PortBurst] = {}
         """Those of resources that let a burst pass, by name."""
         self._ports: dict[str, list[_Port]] = {node.name: [] for node in self.scenario.nodes}
         self._service_order = {node.name: [link.medium for link in node.links] for node in self.scenario.nodes}
@@ -223,7 +223,7 @@ class ResourceGraph:
             uses = ((self.resource(_name(node.name, medium.name, way), rate), 1.0),) if rate < inf else ()
             if uses and (buckets := _buckets(link, rate, rate_bps)):
                 wire = goodput_bytes_ps(medium.rate_bps, medium.mtu, self.scenario.tcp)
-                self.bursts[uses[0][0].name] = Burst(max(wire, rate), buckets)
+                self.bursts[uses[0][0].name] = PortBurst(max(wire, rate), buckets)
             port = (uses[0][0], float(medium.queue_bytes)) if uses and way == "in" and medium.queue_bytes else None
             return Hop(uses, latency / 2, medium.jitter_s / 2, half(loss), medium.mtu, rate, port=port)
 

@@ -13,7 +13,7 @@ from hcsim.rng import stream as random_stream
 from hcsim.virtual.environment import NS, Environment
 from hcsim.virtual.links import Path
 from hcsim.virtual.rate_allocator import Flow, RateAllocator, Resource
-from hcsim.virtual.token_bucket import Burst, TokenBuckets
+from hcsim.virtual.token_bucket import PortBurst, TokenBuckets
 
 if TYPE_CHECKING:
     from hcsim.telemetry.trace import Trace
@@ -125,7 +125,7 @@ class FluidNetwork:
             for act in self._at_opening.pop(resource.name, ()):
                 act()
 
-    def set_bursts(self, bursts: Mapping[Resource, Burst]) -> None:
+    def set_bursts(self, bursts: Mapping[Resource, PortBurst]) -> None:
         """Let these resources, and no others, let a burst pass."""
         before = self._buckets
         self._buckets = {}

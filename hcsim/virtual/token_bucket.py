@@ -30,7 +30,7 @@ class Bucket(NamedTuple):
     size_bytes: float
 
 
-class Burst(NamedTuple):
+class PortBurst(NamedTuple):
     """The buckets of a port, and what it carries while none of them is empty."""
 
     wire_bytes_ps: float
@@ -50,7 +50,7 @@ class SharedNetwork(Protocol):
 class TokenBuckets:
     """The buckets of one resource."""
 
-    def __init__(self, net: SharedNetwork, resource: Resource, burst: Burst) -> None:
+    def __init__(self, net: SharedNetwork, resource: Resource, burst: PortBurst) -> None:
         self._net = net
         self._resource = resource
         self._burst = burst
@@ -59,7 +59,7 @@ class TokenBuckets:
         self._due = 0
         self.adjust()
 
-    def change(self, burst: Burst) -> None:
+    def change(self, burst: PortBurst) -> None:
         """Have other figures; what the buckets hold stays, as far as it fits."""
         self.count()
         if len(burst.buckets) == len(self._burst.buckets):

@@ -8,7 +8,7 @@ from hcsim.config import Basis, KernelCurve, Machine, load_scenario
 from hcsim.runtime.host import KernelGroup, Work
 from hcsim.runtime.work_time import seconds
 from hcsim.twin.file import TwinFile
-from hcsim.twin.script import TimedKernel, Turn, check, predicted_s, script_kernels, with_script
+from hcsim.twin.script import TimedKernel, TimedTurn, check, predicted_s, script_kernels, with_script
 from hcsim.units import ByteRate, FlopRate, Seconds
 
 MACHINE = Machine("mine", FlopRate(1e11), ByteRate(1e10), overhead_s=Seconds(1e-3), step_s=Seconds(0.5))
@@ -36,17 +36,17 @@ def step(load_s: float = 2e-3, scale: float = 1.0) -> list[TimedKernel]:
 PLAIN_S = 2e-3 + 7e-4 + 9e-5
 
 
-def times_of(turns: list[Turn]) -> dict[str, float]:
+def times_of(turns: list[TimedTurn]) -> dict[str, float]:
     return {curve.signature: curve.points[0][1] for curve in script_kernels("train.py", turns, provenance).kernels}
 
 
 def test_a_kernel_has_its_own_time_and_that_of_the_gap_before_it_without_what_the_stopwatch_adds() -> None:
-    times = times_of([Turn([PLAIN_S] * 3, step())] * 3)
+    times = times_of([TimedTurn([PLAIN_S] * 3, step())] * 3)
     assert times == pytest.approx({"stack": 2.1e-3, "mm": 3.5e-4, "add": 1.7e-4}, rel=1e-3)
 
 
 def test_a_step_of_the_script_is_its_kernels_alone() -> None:
-    own = script_kernels("train.py", [Turn([PLAIN_S] * 3, step())] * 3, provenance)
+    own = script_kernels("train.py", [TimedTurn([PLAIN_S] * 3, step())] * 3, provenance)
     machine = with_script(MACHINE, own).running("train.py")
     assert predicted_s(machine, step()) == pytest.approx(PLAIN_S, rel=1e-3)
     work = Work(groups=(KernelGroup("matmul", 1e6, 1e4, signature="mm"),), steps=1)
@@ -54,13 +54,13 @@ def test_a_step_of_the_script_is_its_kernels_alone() -> None:
 
 
 def test_kernels_that_take_longer_one_by_one_than_the_whole_step_are_shortened_in_proportion() -> None:
-    times = times_of([Turn([3.5e-4], step())] * 2)
+    times = times_of([TimedTurn([3.5e-4], step())] * 2)
     assert times == pytest.approx({"stack": 5e-5, "mm": 1.5e-4, "add": 7.5e-5}, rel=1e-3)
 
 
 def test_a_step_that_took_an_evaluation_with_it_teaches_its_kernels_and_changes_no_others() -> None:
-    usual = Turn([PLAIN_S] * 3, step())
-    longer = Turn([PLAIN_S] * 3, [*step(), kernel("evaluate", 4e-3, 1e-3)])
+    usual = TimedTurn([PLAIN_S] * 3, step())
+    longer = TimedTurn([PLAIN_S] * 3, [*step(), kernel("evaluate", 4e-3, 1e-3)])
     times = times_of([usual, longer, usual])
     assert times["evaluate"] == pytest.approx(5e-3, rel=1e-3)
     assert times["mm"] == pytest.approx(3.5e-4, rel=1e-3)
@@ -68,7 +68,7 @@ def test_a_step_that_took_an_evaluation_with_it_teaches_its_kernels_and_changes_
 
 def test_steps_of_which_no_two_are_alike_are_predicted_in_sum() -> None:
     turns = [
-        Turn([PLAIN_S, PLAIN_S + 2 * number * 1e-3], [*step(), kernel(f"of length {number}", number * 1e-3, 0.0)])
+        TimedTurn([PLAIN_S, PLAIN_S + 2 * number * 1e-3], [*step(), kernel(f"of length {number}", number * 1e-3, 0.0)])
         for number in range(1, 9)
     ]
     found = check("train.py", turns, MACHINE)
@@ -80,7 +80,7 @@ def test_steps_of_which_no_two_are_alike_are_predicted_in_sum() -> None:
 
 
 def test_the_check_predicts_the_undisturbed_steps_of_other_turns() -> None:
-    quick, slow = Turn([PLAIN_S] * 3, step()), Turn([2 * PLAIN_S] * 3, step())
+    quick, slow = TimedTurn([PLAIN_S] * 3, step()), TimedTurn([2 * PLAIN_S] * 3, step())
     found = check("train.py", [quick, slow, quick, slow], MACHINE)
     assert found.step_s == pytest.approx(2 * PLAIN_S)
     assert found.error == pytest.approx(-0.5, rel=1e-2)
@@ -90,16 +90,16 @@ def test_the_check_predicts_the_undisturbed_steps_of_other_turns() -> None:
 def test_an_operation_that_was_not_seen_takes_what_the_machine_says_of_its_kind() -> None:
     curve = KernelCurve("matmul", ((1e6, 7e-3),), "float32")
     machine = Machine("mine", FlopRate(1e11), ByteRate(1e10), kernels=(curve,))
-    machine = with_script(machine, script_kernels("train.py", [Turn([PLAIN_S], step())], provenance))
+    machine = with_script(machine, script_kernels("train.py", [TimedTurn([PLAIN_S], step())], provenance))
     assert predicted_s(machine.running("train.py"), [kernel("bmm", 1.0, 1.0)]) == pytest.approx(7e-3)
     assert predicted_s(machine.running("other.py"), [kernel("mm", 1.0, 1.0)]) == pytest.approx(7e-3)
 
 
 def test_a_twin_keeps_one_model_of_each_script(tmp_path: Path) -> None:
     file = tmp_path / "twin.toml"
-    first = script_kernels("train.py", [Turn([1.0], step())], provenance)
-    again = script_kernels("train.py", [Turn([PLAIN_S], step())], provenance)
-    other = script_kernels("other.py", [Turn([PLAIN_S], step())], provenance)
+    first = script_kernels("train.py", [TimedTurn([1.0], step())], provenance)
+    again = script_kernels("train.py", [TimedTurn([PLAIN_S], step())], provenance)
+    other = script_kernels("other.py", [TimedTurn([PLAIN_S], step())], provenance)
     for script in (first, other, again):
         twin = TwinFile(file)
         twin.put_machine(with_script(twin.machine("mine") or MACHINE, script))

@@ -102,7 +102,7 @@ def test_a_shipped_scenario_has_one_trace_when_it_is_run():
     assert once == again
     assert list(once) == list(shipped_scenarios())
     for name, said in once.items():
-        ended = re.search(r"virtual time ([\d.]+) (m?s), ([\d,]+) events\ntrace sha256 [0-9a-f]{64}\n$", said)
+        ended = re.search(r"simulated time ([\d.]+) (m?s), ([\d,]+) events\ntrace sha256 [0-9a-f]{64}\n$", said)
         assert ended, said
         lasted_s = float(ended[1]) * {"s": 1.0, "ms": 1e-3}[ended[2]]
         assert lasted_s >= max((fault.over_s for fault in load_scenario(name).faults), default=0.0)

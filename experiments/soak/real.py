@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import shutil
 import signal
 import subprocess
@@ -148,7 +149,7 @@ class Cluster:
         return Held(
             max(member.descriptors for member in self),
             max(member.memory_mb for member in self),
-            sum(not line.startswith("step ") for line in lines) / len(self.members),
+            sum(_step_of(line) is None for line in lines) / len(self.members),
             sum("Traceback" in line for line in lines),
         )
 
@@ -253,6 +254,12 @@ def _disks(machines: Lan) -> Iterator[None]:
 
 def _last_step(process: Process) -> int:
     for line in reversed(process.lines[-100:]):
-        if line.startswith("step "):
-            return int(line.split()[1])
+        if (step := _step_of(line)) is not None:
+            return step
     return 0
+
+
+def _step_of(line: str) -> int | None:
+    """Return the step that a line of a member tells of, with the time of day before it."""
+    found = re.match(r"(?:[\d:]{8} +)?step (\d+) ", line)
+    return None if found is None else int(found[1])

@@ -102,7 +102,8 @@ def train_virtual_cluster(
     finished."""
     check(settings, len(scenario.nodes), len(scenario.homes), save)
     check_elastic(settings)
-    with screen.ProgressLine("step", settings.steps) as progress, recording(files) as record:
+    progress_line = screen.ProgressLine("step", settings.steps, simulated=True, clock=_simulated_time)
+    with progress_line as progress, recording(files) as record:
         onlooker = MemberReporter(progress, save, only_first=True)
         told: dict[str, None] = {}
 
@@ -131,7 +132,7 @@ def train_for_real(node: RealNode, plan: ClusterJob, outputs: Outputs, others: R
     check_for_real(settings, node.device)
     with (
         MachineLog.at(outputs.log, node.name or host_name()) as written,
-        screen.ProgressLine("step", settings.steps, written) as progress,
+        screen.ProgressLine("step", settings.steps, written, clock=str if attended else _time_of_day) as progress,
         recording(outputs.files) as record,
     ):
         if node.device == "auto":
@@ -165,6 +166,14 @@ async def _shown(session: Coroutine[Any, Any, Report], node: RealNode, cluster: 
             return await session
     finally:
         session.close()
+
+
+def _simulated_time() -> str:
+    return f"{asyncio.get_running_loop().time():8.3f} s  "
+
+
+def _time_of_day() -> str:
+    return f"{datetime.now():%H:%M:%S}  "
 
 
 class MachineLog:

@@ -48,8 +48,9 @@ def probe_script(out: Path, request: ScriptRequest, report: Path | None, *, as_j
     check_report(report)
     twin, name = TwinFile(out), host_name()
     with screen.ProgressLine("probe", 1) as progress:
-        progress.phase(f"steps of {script.name}")
-        times = time_script(script, arguments, device, 60 * (minutes or _USUAL_MINUTES))
+        progress.news(f"steps of {script.name}")
+        with progress.away():
+            times = time_script(script, arguments, device, 60 * (minutes or _USUAL_MINUTES))
         if device not in ("auto", times.device):
             raise HcsimError(f"{script.name} computes on {times.device}, which it chooses itself, and not on {device}")
         progress.phase("products and sums")

@@ -57,7 +57,7 @@ def run_virtual(scenario: Scenario, wire: Wire, files: RecordingFiles, bands: in
     check_job(job)
     options = Options(timeout_s=job.timeout_s, groups=_groups(scenario))
     laps: list[JobRepeat] = []
-    with screen.ProgressLine("repeat", job.repeat) as progress, recording(files) as record:
+    with screen.ProgressLine("repeat", job.repeat, simulated=True) as progress, recording(files) as record:
 
         def observe(lap: JobRepeat) -> None:
             if lap.number > len(laps):  # the first rank to know tells for all
@@ -71,7 +71,7 @@ def run_virtual(scenario: Scenario, wire: Wire, files: RecordingFiles, bands: in
         outcome = simulate(scenario, program, options=options, wire=wire, sink=record.sink)
         record.keep(outcome.metrics)
     names = [node.name for node in scenario.nodes]
-    screen.report(screen.title(job, len(names), scenario.name), job, len(names), laps)
+    screen.report(screen.title(job, len(names), f"{scenario.name}, simulated"), job, len(names), laps)
     if laps:
         _show_band(scenario, options, wire, [lap.seconds for lap in laps], bands, outcome.events)
     healthy = tell_failures(names, outcome.results)
@@ -95,7 +95,7 @@ def _show_band(
         return
     middle_s = median(times_s)
     band = f"{screen.duration(low * middle_s)} – {screen.duration(high * middle_s)}"
-    screen.say(f"a repeat takes {screen.duration(middle_s)} (median), p10–p90 {band}")
+    screen.say(f"a simulated repeat takes {screen.duration(middle_s)} (median), p10–p90 {band}")
 
 
 def _groups(scenario: Scenario) -> tuple[tuple[int, ...], ...]:

@@ -149,8 +149,8 @@ def tell_failures(names: Sequence[str], results: Sequence[object]) -> bool:
 
 
 def tell_fingerprint(run: FinishedRun) -> None:
-    """Show the run's duration and the digest that all runs of the same scenario and seed share."""
-    screen.say(f"virtual time {screen.duration(run.seconds)}, {run.events:,} events")
+    """Show the run's simulated duration and the digest that all runs of the same scenario and seed share."""
+    screen.say(f"simulated time {screen.duration(run.seconds)}, {run.events:,} events")
     screen.say(f"trace sha256 {run.trace_sha256}")
 
 

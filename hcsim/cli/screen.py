@@ -7,27 +7,31 @@ line; each repeat gets a line of its own instead.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from rich import box
 from rich.console import Console
+from rich.live import Live
+from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
 from hcsim.transport.admission_queue import one_line, plain
 
 if TYPE_CHECKING:
-    from rich.status import Status
-
     from hcsim.config import Job, Training
     from hcsim.jobs import JobRepeat
     from hcsim.training.run import Point, Report
 
+T = TypeVar("T")
 _LONGEST = 10_000
 """The longest message that is shown. A part of it may come from another machine."""
 _LONGEST_CELL = 100
+_MOST_ROWS = 20
+"""Of evaluations in the table at the end."""
 UNREAD = 141
 """The exit status that shells use for a program whose output nobody reads any more, as in `hcsim doctor | head -1`."""
 
@@ -97,26 +101,53 @@ def scenarios(*, stderr: bool = False) -> None:
 class ProgressLine:
     """The progress line."""
 
-    def __init__(self, what: str, count: int, log: Callable[[str], None] = lambda line: None) -> None:
+    def __init__(
+        self,
+        what: str,
+        count: int,
+        log: Callable[[str], None] = lambda line: None,
+        *,
+        simulated: bool = False,
+        clock: Callable[[], str] = lambda: "",
+    ) -> None:
+        """`clock` returns what stands before each message on the screen. A log has times of its own."""
+        self._clock = clock
         self._what = what
         self._count = count
         self._log = log
+        self._simulated = " simulated" if simulated else ""
         self._console = Screen(stderr=True)
-        self._status: Status | None = self._console.status("starting") if self._console.is_terminal else None
+        self._spinner = Spinner("dots", "starting", style="green")
+        self._live = Live(self._spinner, console=self._console, refresh_per_second=12.5, transient=True)
 
     def __enter__(self) -> ProgressLine:
-        if self._status is not None:
-            results = sys.stdout
-            self._status.start()
-            _under_progress.append(self._console)
-            if not results.isatty():  # rich would show on the terminal what is written to a file
-                sys.stdout = results
+        self._start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        if self._status is not None:
+        self._stop()
+
+    @contextmanager
+    def away(self) -> Iterator[None]:
+        """Leave the terminal to another process, whose output would end up in the line."""
+        self._stop()
+        try:
+            yield
+        finally:
+            self._start()
+
+    def _start(self) -> None:
+        if self._console.is_terminal:
+            results = sys.stdout
+            self._live.start(refresh=True)  # a first message that races with the first frame would stand behind it
+            _under_progress.append(self._console)
+            if not results.isatty():  # rich would show on the terminal what is written to a file
+                sys.stdout = results
+
+    def _stop(self) -> None:
+        if self._console.is_terminal:
             _under_progress.remove(self._console)
-            self._status.stop()
+            self._live.stop()
 
     def waiting(self, names: Sequence[str]) -> None:
         """Show the peers that are waited for."""
@@ -124,26 +155,26 @@ class ProgressLine:
 
     def lap(self, lap: JobRepeat) -> None:
         """Show that a repeat has finished."""
-        self._show(f"{self._what} {lap.number} of {self._count}: {duration(lap.seconds)}")
+        self._show(f"{self._what} {lap.number} of {self._count}: {duration(lap.seconds)}{self._simulated}")
 
     def point(self, point: Point) -> None:
         """Show the progress of a training. Only the steps at which the model was evaluated are logged, or shown
         without a terminal."""
         looked_at = "" if point.score is None else f", held-out {point.score.loss:.4f}"
         how_far = f"{self._what} {point.step} of {self._count}"
-        line = f"{how_far}: loss {point.loss:.4f}{looked_at}, {duration(point.time_s)}"
+        line = f"{how_far}: loss {point.loss:.4f}{looked_at}, {duration(point.time_s)}{self._simulated}"
         self._show(line, passing=point.score is None)
 
     def together(self, point: Point) -> None:
         """Show the progress of an elastic training: the number of members, and the parts of the step's time."""
-        if self._status is None and point.score is None:
+        if not self._console.is_terminal and point.score is None:
             return  # every step of a long run comes here
         spent = ", ".join(f"{what} {duration(seconds)}" for what, seconds in point.spent_s.items() if what != "whole")
         looked_at = "" if point.score is None else f", held-out {point.score.loss:.4f}"
         members = counted(point.ranks, "member")
         self._show(
             f"{self._what} {point.step} of {self._count}: {members}, loss {point.loss:.4f}{looked_at}, "
-            f"{duration(point.spent_s.get('whole', 0.0))} a step ({spent}), {size(point.sent_bytes)} sent",
+            f"{duration(point.spent_s.get('whole', 0.0))}{self._simulated} a step ({spent}), {size(point.sent_bytes)} sent",
             passing=point.score is None,
         )
 
@@ -154,12 +185,14 @@ class ProgressLine:
     def news(self, line: str) -> None:
         """Show an event that stays on the screen."""
         self._log(line)
-        self._console.print(_text(line), soft_wrap=True)
+        self._console.print(_text(self._clock() + line), soft_wrap=True)
 
     def _show(self, line: str, *, passing: bool = False) -> None:
         """Show a line until the next one. One in passing is worth no place in a log."""
-        if self._status is not None:
-            self._status.update(_text(line))
+        if self._console.is_terminal:
+            text = _text(line)
+            text.truncate(max(1, self._console.width - 3), overflow="ellipsis")  # rich cannot erase what has wrapped
+            self._spinner.update(text=text)
             if not passing:
                 self._log(line)
         elif not passing:
@@ -191,7 +224,7 @@ def report(title: str, job: Job, ranks: int, laps: Sequence[JobRepeat]) -> None:
         say(f"result sha256 {laps[-1].sha256}")
 
 
-def training_report(settings: Training, where: str, reports: Sequence[Report]) -> None:
+def training_report(settings: Training, where: str, reports: Sequence[Report], *, simulated: bool = False) -> None:
     """Show the held-out loss, the distribution of the time, and the digest of the model."""
     say(f"{settings.task} by {settings.strategy}, compressor {settings.compressor}, {where}")
     if not reports:
@@ -200,16 +233,19 @@ def training_report(settings: Training, where: str, reports: Sequence[Report]) -
 
     lead = leading(reports)
     looks = [point for point in lead.points if point.score is not None]
+    shown = evenly(looks, _MOST_ROWS)
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for heading in ("step", "time", "training loss", "held-out loss", "accuracy", f"sent by rank {lead.rank}"):
         table.add_column(heading, justify="right", no_wrap=True)
-    for point in looks:
+    for point in shown:
         assert point.score is not None
         right = "–" if point.score.accuracy is None else f"{100 * point.score.accuracy:.1f} %"
         loss = f"{point.score.loss:.4f}"
         table.add_row(str(point.step), duration(point.time_s), f"{point.loss:.4f}", loss, right, size(point.sent_bytes))
-    if looks:
+    if shown:
         show(table)
+    if len(shown) < len(looks):
+        say(f"{len(shown)} of {len(looks)} evaluations are shown")
     slowest = max(reports, key=lambda report: report.duration_s)
     spent = ", ".join(f"{what} {duration(seconds)}" for what, seconds in slowest.spent_s.items())
     before = slowest.points[0].step - 1 if slowest.points else 0  # a checkpoint's, or the others'
@@ -218,7 +254,7 @@ def training_report(settings: Training, where: str, reports: Sequence[Report]) -
     rate = ""
     if isinstance(settings.batch, str) or "pace=" in settings.strategy:  # steps of these cannot be compared with others
         rate = f", {sum(point.samples for point in lead.points) / slowest.duration_s:.4g} samples a second"
-    say(f"{steps} in {duration(slowest.duration_s)}, {duration(each)} each{rate}")
+    say(f"{steps} in {duration(slowest.duration_s)}, {duration(each)} each{rate}{', simulated' if simulated else ''}")
     shares = [(report.rank, report.share) for report in reports if report.share is not None]
     if shares:
         each_rank = ", ".join(f"rank {rank} {share.samples}" for rank, share in shares)
@@ -233,6 +269,12 @@ def training_report(settings: Training, where: str, reports: Sequence[Report]) -
     digests = list(dict.fromkeys(report.sha256 for report in reports if report.sha256 is not None and report.steps))
     for sha256 in digests:
         say(f"parameters sha256 {sha256}")
+
+
+def evenly(rows: Sequence[T], most: int) -> list[T]:
+    """Return at most so many of the rows, evenly spaced, the last one among them."""
+    count = min(most, len(rows))
+    return [rows[(i + 1) * len(rows) // count - 1] for i in range(count)]
 
 
 def title(job: Job, ranks: int, where: str) -> str:

@@ -60,7 +60,7 @@ def run_script(script: Path, arguments: Sequence[str], scenario: Scenario, wire:
         finally:
             say.end()
         record.keep(run.metrics)
-    screen.say(f"{script.name} on {scenario.name}, {screen.counted(len(run.ranks), 'rank')}")
+    screen.say(f"{script.name} on {scenario.name}, {screen.counted(len(run.ranks), 'rank')}, simulated")
     _show_ranks(run)
     _show_links(run)
     _tell_ends(run)

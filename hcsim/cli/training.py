@@ -57,7 +57,7 @@ def train_virtual(
 ) -> bool:
     """Train a simulated cluster and show the outcome. Return whether all ranks finished."""
     check(settings, len(scenario.nodes), len(scenario.homes), save)
-    with screen.ProgressLine("step", settings.steps) as progress, recording(files) as record:
+    with screen.ProgressLine("step", settings.steps, simulated=True) as progress, recording(files) as record:
         one_trains = isinstance(strategy(settings.strategy), SingleMachine)
         onlooker = ConsoleReporter(progress, save, one_trains=one_trains)
         outcome = simulate_training(scenario, settings, wire=wire, sink=record.sink, observer=onlooker)
@@ -73,7 +73,8 @@ def tell_outcome(
     """Show the outcome of a virtual training. Return whether none of its ranks or nodes failed."""
     names = [node.name for node in scenario.nodes]
     reports = [result for result in outcome.results if isinstance(result, Report)]
-    screen.training_report(settings, f"{screen.counted(len(names), each)}, {scenario.name}", reports)
+    where = f"{screen.counted(len(names), each)}, {scenario.name}, simulated"
+    screen.training_report(settings, where, reports, simulated=True)
     if reports:
         show_uncertainty(scenario, run, leading(reports).points, outcome.events, bands)
     healthy = tell_failures(names, outcome.results)

@@ -223,7 +223,7 @@ def show_uncertainty(
     phases = phase_times([point.spent_s for point in points], exchanges_every(run.settings))
     band = _between(spread.around(phases)["step"])
     rest = f"; {_rests_on(spread)} of it" if spread.shares else ""
-    screen.say(f"a step takes {screen.duration(phases['step'])}, p10–p90 {band}{rest}")
+    screen.say(f"a simulated step takes {screen.duration(phases['step'])}, p10–p90 {band}{rest}")
 
 
 def show_twin(path: Path, *, as_json: bool) -> None:

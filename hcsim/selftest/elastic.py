@@ -37,19 +37,22 @@ _POLL_S = 0.02
 _LAST_LINES = 5
 
 
+_TIME_OF_DAY = r"(?:\d\d:\d\d:\d\d +)?"
+
+
 def plan_of(lines: Sequence[str]) -> list[tuple[int, list[str]]]:
     """Return who was there after so many steps, as a node told that was there all the time."""
     views = views_of(lines)
     steps: dict[int, list[str]] = {}
     for line in lines:
-        if found := re.match(r"view (\d+): training (?:begins|goes on after step (\d+))", line):
+        if found := re.match(_TIME_OF_DAY + r"view (\d+): training (?:begins|goes on after step (\d+))", line):
             steps[int(found[2] or 0)] = views[int(found[1])]
     return sorted(steps.items())
 
 
 def views_of(lines: Sequence[str]) -> dict[int, list[str]]:
     """Return the members of each view that a node has told of."""
-    found = [re.match(r"view (\d+): ([\w, ]+) \(", line) for line in lines]
+    found = [re.match(_TIME_OF_DAY + r"view (\d+): ([\w, ]+) \(", line) for line in lines]
     return {int(each[1]): each[2].split(", ") for each in found if each is not None}
 
 

@@ -66,7 +66,7 @@ def test_an_interrupted_probe_leaves_what_it_has_measured_and_a_run_takes_it(tmp
     assert {curve.kind for curve in machine.kernels} >= {"matmul"}
     result = CliRunner().invoke(app, ["run", str(twin), "--task", "convex", "--steps", "2"])
     assert result.exit_code == 0, result.output
-    assert "virtual time" in result.output
+    assert "simulated time" in result.output
 
 
 TRAINING = """

@@ -50,7 +50,7 @@ def test_every_line_says_whose_it_is_and_the_end_says_how_it_went(script: Path, 
     assert result.exit_code == 0, result.output
     got = sorted(line for line in result.stdout.splitlines() if "got" in line)
     assert got == [f"[{rank} mini-{rank + 1}] got 6.0 --lr 0.1" for rank in range(4)]
-    assert re.search(r"^virtual time .* µs, [\d,]+ events$", result.stdout, re.MULTILINE)
+    assert re.search(r"^simulated time .* µs, [\d,]+ events$", result.stdout, re.MULTILINE)
     assert re.search(r"mini-1\.switch\.out", result.stdout)
     events = [json.loads(line) for line in trace.read_text().splitlines()]
     assert [event[2] for event in events if event[1] == "script ended"]

@@ -220,3 +220,18 @@ def test_the_shipped_cluster_comes_together_again_after_its_faults_and_ends() ->
     views = [line for line in ended.stderr.splitlines() if "joined)" in line]
     assert all(name in views[-1] for name in ("mini-1", "mini-2", "mini-3", "mini-4"))
     assert "35 steps" in ended.stdout
+
+
+def test_of_many_evaluations_twenty_are_shown_and_the_last_one_is_among_them() -> None:
+    result = hcsim("run", "two-macs-wifi", "--task", "convex", *sets(steps=61, evaluate_every=1))
+    assert result.exit_code == 0, result.output
+    rows = [int(step) for step in re.findall(r"^ +(\d+) +[\d.]+ m?s .*[\d.]+ [KM]iB *$", result.stdout, re.MULTILINE)]
+    assert rows == [(i + 1) * 61 // 20 for i in range(20)]
+    assert rows[-1] == 61
+    assert "20 of 61 evaluations are shown" in result.stdout
+
+
+def test_members_that_come_and_go_are_told_with_the_simulated_time() -> None:
+    """The twentieth second of the scenario's lid is that of its message."""
+    result = hcsim("run", "four-macs-churn", "--task", "resnet50")
+    assert re.search(r"^ *30\.000 s  mini-2: left out by the others", result.output, re.MULTILINE), result.output

@@ -31,7 +31,7 @@ def test_a_run_shows_each_repeat_and_ends_with_the_digest_of_its_trace() -> None
     result = hcsim("bench", "four-macs-1gbe", *SMALL)
     assert result.exit_code == 0, result.output
     lines = result.stdout.splitlines()
-    assert lines[0] == "all_reduce of 1000 B float32, 4 ranks, four-macs-1gbe"
+    assert lines[0] == "all_reduce of 1000 B float32, 4 ranks, four-macs-1gbe, simulated"
     shown = [line.split()[:2] for line in lines if "exact" in line]
     assert shown == [["1", "recursive_doubling"], ["2", "recursive_doubling"]]
     assert re.fullmatch(r"trace sha256 [0-9a-f]{64}", lines[-1])

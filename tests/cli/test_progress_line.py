@@ -21,7 +21,9 @@ from hcsim.training.run import Point
 from hcsim.training.task import Score
 
 log = Path(sys.argv[1]).open("w")
-with screen.ProgressLine("step", 3, lambda line: print(line, file=log)) as progress:
+line = screen.ProgressLine("step", 3, lambda line: print(line, file=log), clock=lambda: "12:00:00  ")
+with line as progress:
+    progress.news("at once")
     progress.waiting([f"machine-{i}" for i in range(64)])
     progress.news("one joined")
     screen.note("a note")
@@ -30,6 +32,10 @@ with screen.ProgressLine("step", 3, lambda line: print(line, file=log)) as progr
         score = Score(0.25) if step == 2 else None
         progress.together(Point(step, 1.0, 0.5, 1000, score, 64, {"compute": 1.0, "encode": 1.0, "wait": 1.0}))
     progress.point(Point(3, 1.0, 0.5, 1000, Score(0.125)))
+    with progress.away():
+        print("another process's", file=sys.stderr)
+        print("lines", file=sys.stderr)
+    progress.news("after it")
 screen.say("the end")
 """
 
@@ -59,5 +65,8 @@ def test_results_go_where_they_are_redirected_and_the_log_has_what_it_has_withou
     assert log.read_text() == plain_log.read_text()
     assert "held-out 0.2500" in log.read_text()
     lines = [re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", part) for part in re.split(r"[\r\n]+", shown)]
-    assert {"one joined", "a note"} <= set(lines)
+    whole = {"12:00:00  at once", "12:00:00  one joined", "a note", "another process's", "lines", "12:00:00  after it"}
+    assert whole <= set(lines)
     assert max(map(len, lines)) <= 80
+    for line in whole:
+        assert re.search(rf"(^|\n|\x1b\[2K){re.escape(line)}\r\n", shown), f"something stands before {line!r}"

@@ -13,7 +13,7 @@ import pytest
 
 from tests.real.namespaces import PATIENCE_S, Machine, Process
 from tests.real.secure_shell import SecureShell
-from tests.real.together import Together, digest, plan, together
+from tests.real.together import Together, digest, plan, said, together
 
 pytestmark = pytest.mark.slow
 
@@ -61,10 +61,11 @@ def test_another_machine_trains_and_an_interrupt_here_ends_it(abc: tuple[Togethe
     here.send(signal.SIGINT)
     assert here.ends() == 0, here.text
     # b hears of it a moment later, and may have taken a step of its own by then.
-    assert any(line.startswith("b: parameters sha256 ") for line in here.lines)
-    assert "b: leaving after this step; whoever started us has gone (once more to stop at once)" in here.lines
+    told = [said(line) for line in here.lines]
+    assert any(line.startswith("b: parameters sha256 ") for line in told)
+    assert "b: leaving after this step; whoever started us has gone (once more to stop at once)" in told
     assert not inside(cluster.lan["b"], "hcsim.cli.main() run")
-    assert "b: ..." not in here.lines
+    assert "b: ..." not in told
 
 
 @long
@@ -74,7 +75,7 @@ def test_three_machines_train_to_the_end_and_their_words_are_marked(abc: tuple[T
     assert here.ends() == 0, here.text
     assert digest(here) == cluster.reference(plan(here))
     for name in ("b", "c"):
-        assert f"{name}: parameters sha256 {digest(here)}" in here.lines
+        assert f"{name}: parameters sha256 {digest(here)}" in [said(line) for line in here.lines]
 
 
 @long

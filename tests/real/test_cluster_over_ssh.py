@@ -14,7 +14,7 @@ from hcsim.config import Cluster, Training, parse_scenario, write_job
 from hcsim.config.cluster import Heartbeat
 from hcsim.units import PositiveBytes, PositiveSeconds
 from tests.real.namespaces import Process
-from tests.real.together import Together, digest, plan, together
+from tests.real.together import Together, digest, plan, said, together
 
 pytestmark = pytest.mark.slow
 
@@ -53,7 +53,8 @@ def start(cluster: Together, hosts: str, *more: str) -> Process:
 def test_the_other_machine_is_started_trains_with_us_and_its_words_are_marked(ab: Together) -> None:
     here = start(ab, "b")
     assert here.ends() == 0, here.text
-    assert [line for line in here.lines if line.startswith("b: parameters sha256")] == [
+    told = [said(line) for line in here.lines]
+    assert [line for line in told if line.startswith("b: parameters sha256")] == [
         f"b: parameters sha256 {digest(here)}"
     ]
     ((_, names),) = plan(here)
@@ -68,7 +69,7 @@ def test_a_hostfile_names_this_machine_too_and_the_lines_of_all_are_kept_in_one_
     hosts.write_text(json.dumps([{"ssh": name, "ips": [ab.lan[name].ip]} for name in ("a", "b")]))
     here = start(ab, str(hosts), "--set", f"log={log}")
     assert here.ends() == 0, here.text
-    assert "starting on b" in here.lines
+    assert "starting on b" in [said(line) for line in here.lines]
     for name in ("a", "b"):
         assert f" at {ab.lan[name].ip}" in here.text, "each is reached where the file says, and only there"
     assert ab.reference(plan(here)) == digest(here)

@@ -5,6 +5,7 @@ A reference run in the virtual world has the same members at the same steps, by 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -81,6 +82,11 @@ def members(process: Process) -> list[str]:
 def plan(witness: Process) -> list[tuple[int, list[str]]]:
     """Who was there after so many steps, as a node saw it that was there all the time."""
     return plan_of(witness.lines)
+
+
+def said(line: str) -> str:
+    """A message without the time of day before it."""
+    return re.sub(r"^\d\d:\d\d:\d\d +", "", line)
 
 
 def digest(process: Process) -> str:

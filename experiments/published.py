@@ -33,7 +33,8 @@ from rich.console import Console
 from rich.table import Table
 from scipy.stats import t as student
 
-from experiments import asked
+from experiments import asked, published_clusters
+from experiments.published_clusters import ClusterFigure, ClusterPrediction
 from hcsim.config import CATALOGUE, KernelEfficiency, Machine
 from hcsim.config.machine import KernelKind
 from hcsim.runtime.host import KernelGroup, Work
@@ -154,6 +155,7 @@ class Published:
     def __init__(self) -> None:
         self.figures = _rows("published_macs.csv", Figure)
         self.work = {row.workload: row.work for row in _rows("published_workloads.csv", Workload)}
+        self.clusters = _rows("published_clusters.csv", ClusterFigure)
         self.gflop = {row.workload: row.gflop for row in _rows("published_workloads.csv", Workload)}
 
     def used_for(self, *uses: str) -> list[Figure]:
@@ -250,8 +252,29 @@ def main(json: Annotated[str | None, typer.Option(metavar="FILE", help="Also wri
         model = published.fitted(told)
         spread = half_width(published.deviations(model, told))
         console.print(f"{framework}: {model.between:.2f} of the bandwidth between products, ±{spread:.0%}")
+    clusters = [published_clusters.predicted(figure) for figure in published.clusters]
+    console.print(table_of_clusters(clusters))
     if json is not None:
-        Path(json).write_bytes(msgspec.json.format(msgspec.json.encode([row_of(each) for each in predictions])))
+        rows = [*map(row_of, predictions), *map(published_clusters.row_of, clusters)]
+        Path(json).write_bytes(msgspec.json.format(msgspec.json.encode(rows)))
+
+
+def table_of_clusters(clusters: Sequence[ClusterPrediction]) -> Table:
+    """Two lines for each cluster: what was published, and what is simulated."""
+    table = Table("cluster", "task", "", box=box.SIMPLE_HEAD)
+    for column in ("one, tokens/s", "all", "times as fast", "error"):
+        table.add_column(column, justify="right")
+    for each in clusters:
+        figure = each.figure
+        told: tuple[tuple[str, ClusterFigure | ClusterPrediction, str], ...] = (
+            ("published", figure, ""), ("simulated", each, f"{each.speedup / figure.speedup - 1:+.0%}"),
+        )  # fmt: skip
+        for kind, speeds, error in told:
+            table.add_row(
+                f"{figure.machines} x {figure.chip}", figure.task, kind, f"{speeds.alone_tokens_per_s:.0f}",
+                f"{speeds.together_tokens_per_s:.0f}", f"{speeds.speedup:.2f}", error,
+            )  # fmt: skip
+    return table
 
 
 if __name__ == "__main__":

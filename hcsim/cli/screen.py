@@ -174,7 +174,8 @@ class ProgressLine:
         members = counted(point.ranks, "member")
         self._show(
             f"{self._what} {point.step} of {self._count}: {members}, loss {point.loss:.4f}{looked_at}, "
-            f"{duration(point.spent_s.get('whole', 0.0))}{self._simulated} a step ({spent}), {size(point.sent_bytes)} sent",
+            f"{duration(point.spent_s.get('whole', 0.0))}{self._simulated} a step ({spent}), "
+            f"{size(point.sent_bytes)} sent",
             passing=point.score is None,
         )
 

@@ -8,9 +8,12 @@ import statistics
 import pytest
 
 from experiments.published import TRAINING, Published, half_width
+from experiments.published_clusters import ClusterPrediction, predicted
 from hcsim.config import CATALOGUE, Basis
+from hcsim.runtime.frame import HEADER_BYTES
 from hcsim.runtime.host import KernelGroup, Work
 from hcsim.runtime.work_time import seconds
+from hcsim.training.tasks import task
 
 
 @pytest.fixture(scope="module")
@@ -90,3 +93,30 @@ def test_a_large_product_alone_is_near_the_peak_and_a_training_step_is_not():
     product_s = seconds(machine, Work(flops, groups=(KernelGroup("matmul", flops, 0.0),)))
     assert 0.73 <= flops / product_s / machine.peak_flops <= 0.75
     assert 0.3 <= flops / seconds(machine, Work(flops)) / machine.peak_flops <= 0.45
+
+
+@pytest.fixture(scope="module")
+def apples_cluster(published: Published) -> ClusterPrediction:
+    [figure] = published.clusters
+    return predicted(figure)
+
+
+def test_the_speeds_of_apples_fine_tune_are_simulated_within_15_percent(apples_cluster: ClusterPrediction):
+    """On one M3 Ultra and on four. Their quotient is a fifth too high: the cables cost next to nothing here."""
+    figure = apples_cluster.figure
+    assert apples_cluster.alone_tokens_per_s == pytest.approx(figure.alone_tokens_per_s, rel=0.15)
+    assert apples_cluster.together_tokens_per_s == pytest.approx(figure.together_tokens_per_s, rel=0.15)
+    assert 3.3 <= apples_cluster.speedup <= figure.machines
+
+
+def test_a_ring_carries_the_adapters_of_that_fine_tune_and_nothing_else(apples_cluster: ClusterPrediction):
+    """Rank 8 beside every matrix of the last 16 of 32 layers, of which every fourth has attention."""
+    feed_forward = 3 * (4096 + 12288)
+    attention = (4096 + 2 * 4096) + 2 * (4096 + 1024) + (4096 + 4096)
+    delta_net = (4096 + 8192) + (4096 + 4096) + 2 * (4096 + 32) + (4096 + 4096)
+    adapters = 8 * (16 * feed_forward + 4 * attention + 12 * delta_net)
+    headers_bytes = apples_cluster.sent_bytes - 2 * 3 * 4 * adapters // 4
+    buckets = len(
+        task(apples_cluster.figure.task).replica(0).layout.buckets(apples_cluster.figure.settings.bucket_bytes)
+    )
+    assert headers_bytes == 6 * buckets * HEADER_BYTES

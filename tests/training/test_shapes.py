@@ -45,6 +45,27 @@ def test_a_model_has_the_published_number_of_parameters(spec: str, parameters: i
     assert trained(task(spec)) == parameters
 
 
+def test_qwen_has_the_published_number_of_parameters_and_two_flops_for_each_and_token() -> None:
+    """llama.cpp counts 8.95 billion without the vision tower. The embedding is looked up, not multiplied."""
+    found = task("qwen3.5-9b:tokens=1")
+    assert trained(found) == pytest.approx(8.95e9, rel=1e-3)
+    multiplied = trained(found) - 248_320 * 4096
+    assert forward_flops(found) == pytest.approx(2 * multiplied, rel=0.015)
+
+
+def test_layers_below_the_lowest_adapter_have_no_backward_pass() -> None:
+    whole, upper = task("qwen3.5-9b:lora=8"), task("qwen3.5-9b:lora=8,adapted=16")
+    assert 2 * trained(upper) == trained(whole)
+    assert [block.is_trained for block in upper.blocks] == [False] * 17 + [True] * 17
+    assert backward_flops(upper) < 0.6 * backward_flops(whole)
+    assert forward_flops(upper) < forward_flops(whole)
+
+
+def test_there_are_no_more_adapted_layers_than_layers() -> None:
+    with pytest.raises(ConfigError, match="adapted = 33: this model has 32 layers"):
+        task("qwen3.5-9b:lora=8,adapted=33")
+
+
 def test_adapters_have_the_parameters_that_peft_prints() -> None:
     """Of Llama 7B, with its usual matrices ("trainable params: 4,194,304 || all params: 6,742,609,920")."""
     adapted = task("llama-7b:lora=8")

@@ -16,7 +16,7 @@ from msgspec import Meta
 from hcsim.config.training import read_spec
 from hcsim.registry import Registry
 from hcsim.training.task import Task, TaskSpec
-from hcsim.training.tasks.transformer import Gpt2, Llama1B, Llama7B, Llama8B, Transformer
+from hcsim.training.tasks.transformer import Gpt2, Llama1B, Llama7B, Llama8B, Qwen9B, Transformer
 from hcsim.training.tasks.vision import ResNet18, ResNet50, ResNet101, ViTBase, ViTSmall
 
 TaskFactory: TypeAlias = Callable[[], Task] | type[TaskSpec]
@@ -76,6 +76,7 @@ TASKS: Registry[TaskFactory] = Registry(
         "llama-1b": Llama1B,
         "llama-7b": Llama7B,
         "llama-8b": Llama8B,
+        "qwen3.5-9b": Qwen9B,
         "transformer": Transformer,
     },
 )

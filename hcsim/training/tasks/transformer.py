@@ -5,8 +5,8 @@ is 128 times as wide as deep, as models in use are; small ones have at least fou
 
     layers = max(4, (P / (12 · 128²))^(1/3))        width = (P / (12 · layers))^(1/2)
 
-The published ones are GPT-2 (Radford et al. 2019), Llama 2 (https://arxiv.org/abs/2307.09288) and Llama 3
-(https://arxiv.org/abs/2407.21783).
+The published ones are GPT-2 (Radford et al. 2019), Llama 2 (https://arxiv.org/abs/2307.09288), Llama 3
+(https://arxiv.org/abs/2407.21783) and Qwen3.5 (mlx_lm/models/qwen3_5.py of https://github.com/ml-explore/mlx-lm).
 
 Without a vocabulary there is neither an embedding nor a head. With one, their matrix is shared.
 
@@ -32,7 +32,9 @@ from hcsim.training.task import Activations, Block, Defaults, Shapes, TaskSpec
 from hcsim.training.tasks.shapes import WRITTEN_AND_READ, PhantomTask
 from hcsim.units import did_you_mean
 
-Matrix: TypeAlias = Literal["query", "key", "value", "output", "gate", "up", "down"]
+Matrix: TypeAlias = Literal[
+    "query", "key", "value", "joined", "beside", "rates", "decays", "output", "gate", "up", "down"
+]  # fmt: skip
 ASPECT = 128
 """The width over the number of layers."""
 HEAD_WIDTH = 64
@@ -45,9 +47,11 @@ class Lora(NamedTuple):
 
     rank: int
     matrices: tuple[str, ...]
+    layers: int = 0
+    """How many layers have them, from the last one on; 0: all."""
 
 
-class _Product(NamedTuple):
+class Product(NamedTuple):
     """A matrix of a layer."""
 
     name: Matrix
@@ -76,29 +80,54 @@ class Architecture(msgspec.Struct, frozen=True):
     """Llama's variant: a gated feed-forward, RMS norms, rotary positions, no biases. Otherwise GPT-2's."""
     tied: bool = True
     """Whether the output matrix is that of the embedding."""
+    head_width: int = 0
+    gated_attention: bool = False
+    """Whether the query's matrix also makes a gate of what attention returns."""
 
     @property
     def head_count(self) -> int:
         return self.heads or max(1, round(self.width / HEAD_WIDTH))
 
     @property
+    def attention_width(self) -> int:
+        return self.head_count * self.head_width if self.head_width else self.width
+
+    @property
     def kv_width(self) -> int:
-        return self.width * (self.kv_heads or self.head_count) // self.head_count
+        return self.attention_width * (self.kv_heads or self.head_count) // self.head_count
 
     @property
     def inner(self) -> int:
         return self.hidden or (round(8 * self.width / 3) if self.gated else 4 * self.width)
 
-    def products(self) -> Iterator[_Product]:
+    def products(self) -> Iterator[Product]:
         """Yield the matrices of a layer."""
-        yield _Product("query", self.width, self.width)
-        yield _Product("key", self.kv_width, self.width)
-        yield _Product("value", self.kv_width, self.width)
-        yield _Product("output", self.width, self.width)
+        yield Product("query", (2 if self.gated_attention else 1) * self.attention_width, self.width)
+        yield Product("key", self.kv_width, self.width)
+        yield Product("value", self.kv_width, self.width)
+        yield Product("output", self.width, self.attention_width)
+        yield from self.feed_forward()
+
+    def feed_forward(self) -> Iterator[Product]:
         if self.gated:
-            yield _Product("gate", self.inner, self.width)
-        yield _Product("up", self.inner, self.width)
-        yield _Product("down", self.width, self.inner)
+            yield Product("gate", self.inner, self.width)
+        yield Product("up", self.inner, self.width)
+        yield Product("down", self.width, self.inner)
+
+    def matrices(self) -> tuple[Matrix, ...]:
+        """Return the names of the matrices that can have adapters."""
+        return tuple(product.name for product in self.products())
+
+    def mixing_flops(self, tokens: int) -> float:
+        """Return the FLOPs by which the tokens of a text learn of each other, beside the matrices."""
+        return 2 * (2.0 * tokens**2 * self.attention_width)
+
+    def mixing_kernels(self, tokens: int) -> int:
+        return 1
+
+    def in_layer(self, number: int) -> Architecture:
+        """Return the architecture of a layer, for models whose layers differ."""
+        return self
 
     def blocks(self, tokens: int, adapters: Lora | None = None) -> tuple[Block, ...]:
         """Return the embedding, the layers, the head. A tied matrix belongs to the embedding: its gradient is ready
@@ -109,8 +138,10 @@ class Architecture(msgspec.Struct, frozen=True):
         return (self._embedding(tokens, adapters), *layers, self._head(tokens, adapters))
 
     def layers(self, tokens: int, adapters: Lora | None = None) -> tuple[Block, ...]:
+        first = self.depth - adapters.layers if adapters is not None and adapters.layers else 0
         return tuple(
-            _Layer(self, f"layer{number}", tokens, adapters, number == 0).block() for number in range(self.depth)
+            _Layer(self.in_layer(number), f"layer{number}", tokens, adapters, number - first).block()
+            for number in range(self.depth)
         )
 
     def norm(self, name: str) -> Shapes:
@@ -152,8 +183,8 @@ class _Layer(msgspec.Struct, frozen=True):
     name: str
     tokens: int
     adapters: Lora | None
-    lowest: bool
-    """Whether nothing below it is trained if it has adapters."""
+    height: int
+    """Above the lowest layer that has adapters; below 0 it has none, and nothing below it either."""
 
     def block(self) -> Block:
         of, products = self.of, list(self.of.products())
@@ -162,15 +193,20 @@ class _Layer(msgspec.Struct, frozen=True):
             own += ((f"{self.name}.{matrix.name}.weight", (matrix.outputs, matrix.inputs)),)
             if not of.gated:
                 own += ((f"{self.name}.{matrix.name}.bias", (matrix.outputs,)),)
-        attention = 2 * (2.0 * self.tokens**2 * of.width)
+        attention = of.mixing_flops(self.tokens)
         flops = 2.0 * self.tokens * sum(matrix.size for matrix in products) + attention
         # Both norms and both residual sums, every product's result, attention's, and the activation's (and gate's).
         written = 5 * of.width + sum(matrix.outputs for matrix in products) + (2 if of.gated else 1) * of.inner
-        others = 6 + (2 if of.gated else 1)  # norms, sums, attention, positions; the activation and its gate
-        kernels = len(products) + others
+        # Norms, sums, positions; the activation and its gate; attention.
+        kernels = len(products) + 5 + (2 if of.gated else 1) + of.mixing_kernels(self.tokens)
         if self.adapters is None:
             moved_bytes = _moved(self.tokens, written)
             return Block(self.name, own, flops, moved_bytes, kernels, activations=self._activations())
+        if self.height < 0:
+            return Block(
+                self.name, (), flops, _moved(self.tokens, written), kernels,
+                frozen=own, backward_flops=0.0, activations=_activations(self.tokens, of.width, 0, 0),
+            )  # fmt: skip
         thin = self._thin(products, self.adapters.rank)
         products_flops = 2.0 * self.tokens * sum(prod(shape) for _, shape in thin)
         adapted = [matrix for matrix in products if matrix.name in self.adapters.matrices]
@@ -183,7 +219,7 @@ class _Layer(msgspec.Struct, frozen=True):
             activations=self._activations(),
         )  # fmt: skip
 
-    def _thin(self, products: list[_Product], rank: int) -> Shapes:
+    def _thin(self, products: list[Product], rank: int) -> Shapes:
         assert self.adapters is not None
         shapes: Shapes = ()
         for matrix in products:
@@ -192,13 +228,14 @@ class _Layer(msgspec.Struct, frozen=True):
                 shapes += ((f"{name}.lora_a", (rank, matrix.inputs)), (f"{name}.lora_b", (matrix.outputs, rank)))
         return shapes
 
-    def _saved(self, products: list[_Product], adapters: Lora) -> float:
+    def _saved(self, products: list[Product], adapters: Lora) -> float:
         """Return the FLOPs of gradients that nothing below the lowest layer asks for: those of the inputs of its
         first matrices, of attention if none of these has an adapter, and so on."""
-        if not self.lowest:
+        if self.height:
             return 0.0
         of, flops = self.of, 0.0
-        stages = (("query", "key", "value"), ("output",), ("gate", "up"), ("down",))
+        inputs = ("query", "key", "value", "joined", "beside", "rates", "decays")
+        stages = (inputs, ("output",), ("gate", "up"), ("down",))
         for stage in stages:
             mine = [matrix for matrix in products if matrix.name in stage]
             adapted = [matrix for matrix in mine if matrix.name in adapters.matrices]
@@ -206,8 +243,8 @@ class _Layer(msgspec.Struct, frozen=True):
             flops += 2.0 * self.tokens * sum(adapters.rank * matrix.inputs for matrix in adapted)
             if adapted:
                 break
-            if stage[0] == "query":
-                flops += 2 * 2 * (2.0 * self.tokens**2 * of.width)
+            if stage is inputs:
+                flops += 2 * of.mixing_flops(self.tokens)
         return flops
 
     def _activations(self) -> Activations:
@@ -243,13 +280,15 @@ def _activations(tokens: int, entering: int, kept: int, working: int) -> Activat
     return Activations(*(float(FLOAT_BYTES * tokens * elements) for elements in (entering, kept, working)))
 
 
-def adapters_of(name: str, rank: int, matrices: str, of: Architecture) -> Lora | None:
+def adapters_of(name: str, rank: int, matrices: str, of: Architecture, layers: int = 0) -> Lora | None:
     """Return the adapters that a spec asks for; None without a rank. `name` is the spec, for errors."""
     if not rank:
         return None
-    known = [matrix.name for matrix in of.products()]
+    known = of.matrices()
+    if layers > of.depth:
+        raise ConfigError(f'task "{name}": adapted = {layers}: this model has {of.depth} layers')
     if matrices == "all":
-        return Lora(rank, tuple(known))
+        return Lora(rank, known, layers)
     chosen = tuple(matrices.split("+"))
     for each in chosen:
         if each not in known:
@@ -258,7 +297,7 @@ def adapters_of(name: str, rank: int, matrices: str, of: Architecture) -> Lora |
                 f'task "{name}": there is no matrix "{each}"{hint}; known: {", ".join(known)}; several are joined '
                 'by "+", and "all" are all of them'
             )
-    return Lora(rank, chosen)
+    return Lora(rank, chosen, layers)
 
 
 # The names.
@@ -271,6 +310,8 @@ class _Decoder(TaskSpec, frozen=True):
     """The rank of adapters; 0: all weights are trained."""
     matrices: str = "query+value"
     """The matrices that get adapters."""
+    adapted: Annotated[int, Meta(ge=0)] = 0
+    """How many layers get adapters, from the last one on; 0: all."""
     architecture: ClassVar[Architecture]
     batch: ClassVar[int] = 1
 
@@ -304,6 +345,67 @@ class Llama8B(_Decoder, frozen=True):
     architecture = Architecture(32, 4096, 128256, heads=32, kv_heads=8, hidden=14336, gated=True, tied=False)
 
 
+class GatedDeltaNet(Architecture, frozen=True):
+    """Layers with a state of fixed size instead of attention (Yang et al., https://arxiv.org/abs/2412.06464): each head
+    has a matrix of keys × values, which every token decays and corrects."""
+
+    key_heads: int = 0
+    value_heads: int = 0
+    state_width: int = 0
+    """Of a head's keys, and of its values."""
+    window: int = 0
+    """Tokens that a convolution joins before."""
+
+    @property
+    def kv_width(self) -> int:
+        return self.key_heads * self.state_width
+
+    def products(self) -> Iterator[Product]:
+        values = self.value_heads * self.state_width
+        yield Product("joined", 2 * self.kv_width + values, self.width)
+        yield Product("beside", values, self.width)
+        yield Product("rates", self.value_heads, self.width)
+        yield Product("decays", self.value_heads, self.width)
+        yield Product("output", self.width, values)
+        yield from self.feed_forward()
+
+    def mixing_flops(self, tokens: int) -> float:
+        convolution = 2.0 * self.window * (2 * self.kv_width + self.value_heads * self.state_width)
+        # The state is decayed, asked, corrected and asked again.
+        return tokens * (convolution + 7.0 * self.value_heads * self.state_width**2)
+
+    def mixing_kernels(self, tokens: int) -> int:
+        """As mlx_lm trains them: five kernels for each token, one after the other (mlx_lm/models/gated_delta.py)."""
+        return 5 * tokens
+
+
+class Hybrid(Architecture, frozen=True, kw_only=True):
+    """A model that has attention in every so manyeth layer alone."""
+
+    linear: GatedDeltaNet
+    """The other layers."""
+    full_every: int
+
+    def in_layer(self, number: int) -> Architecture:
+        return self if (number + 1) % self.full_every == 0 else self.linear
+
+    def matrices(self) -> tuple[Matrix, ...]:
+        return tuple(dict.fromkeys((*super().matrices(), *self.linear.matrices())))
+
+
+class Qwen9B(_Decoder, frozen=True):
+    """Qwen3.5 9B: three of four layers are gated delta nets."""
+
+    matrices: str = "all"
+    architecture = Hybrid(
+        32, 4096, 248320, heads=16, kv_heads=4, hidden=12288, gated=True, tied=False, head_width=256,
+        gated_attention=True, full_every=4,
+        linear=GatedDeltaNet(
+            32, 4096, 0, hidden=12288, gated=True, key_heads=16, value_heads=32, state_width=128, window=4
+        ),
+    )  # fmt: skip
+
+
 class Transformer(TaskSpec, frozen=True):
     """A transformer of any size, by its parameters, or by its layers and their width."""
 
@@ -319,6 +421,7 @@ class Transformer(TaskSpec, frozen=True):
     gated: bool = False
     lora: Annotated[int, Meta(ge=0)] = 0
     matrices: str = "query+value"
+    adapted: Annotated[int, Meta(ge=0)] = 0
 
     def task(self, name: str) -> PhantomTask:
         layers, width = self._size(name)
@@ -353,5 +456,5 @@ class Transformer(TaskSpec, frozen=True):
 def _task(name: str, of: Architecture, spec: _Decoder | Transformer, batch: int) -> PhantomTask:
     if of.positions and spec.tokens > of.positions:
         raise ConfigError(f'task "{name}": tokens = {spec.tokens}: this model knows {of.positions} positions')
-    blocks = of.blocks(spec.tokens, adapters_of(name, spec.lora, spec.matrices, of))
+    blocks = of.blocks(spec.tokens, adapters_of(name, spec.lora, spec.matrices, of, spec.adapted))
     return PhantomTask(name, blocks, TEXTS, Defaults(lr=0.1, momentum=0.9, batch=batch))

@@ -15,6 +15,7 @@ import msgspec
 from hcsim.cli import screen
 from hcsim.cli.recording import RecordingFiles, recording, show_run, tell_failures, tell_fingerprint
 from hcsim.collectives.group import Group
+from hcsim.collectives.naming import naming
 from hcsim.collectives.select import Options
 from hcsim.collectives.startup import assemble
 from hcsim.config import Job, Scenario
@@ -160,7 +161,10 @@ async def joined(
                 if isinstance(error.__cause__, ConfigError):  # waiting longer would not have helped
                     raise error.__cause__ from None
                 raise HcsimError(f"gave up waiting for {', '.join(absent)}: {error}") from None
-            yield group
+            try:
+                yield group
+            except CollectiveError as error:
+                raise naming(error, place.peers) from error
 
 
 def for_real(group: Group, who: str = "") -> str:

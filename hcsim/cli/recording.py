@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 
 from hcsim.cli import screen
-from hcsim.errors import CollectiveTimeout, ConfigError, HcsimError
+from hcsim.collectives.naming import naming
+from hcsim.errors import CollectiveError, CollectiveTimeout, ConfigError, HcsimError
 from hcsim.telemetry.metrics import HostMetrics
 from hcsim.telemetry.timeline import MOST_STEPS, Timeline
 from hcsim.telemetry.trace import Event, IntervalSink, Sink
@@ -142,7 +143,8 @@ def tell_failures(names: Sequence[str], results: Sequence[object]) -> bool:
             if not isinstance(result, HcsimError):
                 raise result
             healthy = False
-            screen.say(f"rank {rank} ({name}) failed: {result}")
+            told = naming(result, names) if isinstance(result, CollectiveError) else result
+            screen.say(f"rank {rank} ({name}) failed: {told}")
     if any(isinstance(result, CollectiveTimeout) for result in results):
         screen.note('a large model on a slow link takes its time: --set timeout="5 min" allows more of it')
     return healthy

@@ -20,6 +20,7 @@ import msgspec
 from hcsim.calls import GroupCall, begin, outcome
 from hcsim.collectives.buffers import Array
 from hcsim.collectives.group import Group
+from hcsim.collectives.naming import naming
 from hcsim.collectives.select import Options
 from hcsim.engine import GroupSpec, RendezvousStore
 from hcsim.errors import CollectiveError, ConfigError, DeadlineExceeded, UsageError
@@ -39,6 +40,8 @@ T = TypeVar("T")
 CLUSTER = "HCSIM_CLUSTER"
 ADDRESSES = "HCSIM_ADDRESSES"
 INSECURE = "HCSIM_INSECURE"
+NAMES = "HCSIM_RANK_NAMES"
+"""The machines of all ranks in their order, a line each."""
 _LEAVE_S = 5.0
 _WATCH_S = 2.0
 """Interval of the check for ranks that wait for each other in different collectives. torch's own timeout is
@@ -54,6 +57,8 @@ class NetworkSettings(msgspec.Struct, frozen=True):
     proved: Credentials | None = None
     """Credentials that prove this process's membership of a cluster."""
     insecure: bool = False
+    names: tuple[str, ...] = ()
+    """Of the machines of the program's ranks, if they are known."""
 
 
 def network_settings(
@@ -67,7 +72,9 @@ def network_settings(
     hosts = given or (("127.0.0.1",) if _all_here(environment) else reachable_at(list_interfaces()))
     if name:
         # Several ranks may run on this machine, and its own node beside them.
-        return NetworkSettings(hosts, beside_a_node(load_credentials(default_home(), name, host_name())), insecure)
+        names = tuple(filter(None, environment.get(NAMES, "").split("\n")))
+        proved = beside_a_node(load_credentials(default_home(), name, host_name()))
+        return NetworkSettings(hosts, proved, insecure, names)
     reached = tuple(dict.fromkeys((*hosts, *others)))
     if not insecure and not all(_is_loopback(host) for host in reached):
         raise ConfigError(
@@ -207,7 +214,7 @@ class LocalGroup:
             if task.cancelled():
                 pending.finish(0, CollectiveError("the process group was shut down"))
             elif (error := task.exception()) is not None:
-                pending.finish(0, _recounted(error, self._counted))
+                pending.finish(0, self._engine.named(_recounted(error, self._counted)))
             else:
                 pending.finish(outcome(call, task.result()))
 
@@ -259,6 +266,12 @@ class LocalEngine:
         self._groups.append(group)
         self.hand_over(self._fail_groups)
         return LocalGroup(self, group, counted=place.ranks)
+
+    def named(self, error: BaseException) -> BaseException:
+        """Return the error with the machines' names, if these and the program's ranks are in it."""
+        if not isinstance(error, CollectiveError) or isinstance(error.__cause__, CollectiveError):
+            return error
+        return naming(error, self._settings.names)
 
     def close(self, group: Group) -> None:
         """Leave a group that was opened here; idempotent."""

@@ -116,7 +116,7 @@ async def run_in_cluster(
             async with _meeting(inside, node, view, door) as store:
                 members = await _begin(store, node, view, say)
                 us = members.index(node.us)
-                found = _found(here, view, us, len(members), hosts_of(node.us.address)[0])
+                found = _found(here, view, us, members)
                 losing = lost(inside, node, view, members, store)
                 code = await _run([script.path, *script.arguments], found, store, losing, leaving)
                 await _end(store, us, len(members), code)
@@ -152,10 +152,15 @@ async def _begin(store: StoreClient, node: ClusterNode, view: View, tell: Callab
     return members
 
 
-def _found(here: RealNode, view: View, rank: int, world: int, ours: Sequence[str]) -> dict[str, str]:
+def _found(here: RealNode, view: View, rank: int, members: Sequence[Member]) -> dict[str, str]:
     first = hosts_of(view.leader.address)[0][0]
-    cluster = {"HCSIM_CLUSTER": here.cluster, "HCSIM_HOME": str(here.home), "HCSIM_ADDRESSES": ",".join(ours)}
-    return {**os.environ, **environment(rank, world, first, 1), **cluster}
+    cluster = {
+        "HCSIM_CLUSTER": here.cluster,
+        "HCSIM_HOME": str(here.home),
+        "HCSIM_ADDRESSES": ",".join(hosts_of(members[rank].address)[0]),
+        "HCSIM_RANK_NAMES": "\n".join(member.name for member in members),
+    }
+    return {**os.environ, **environment(rank, len(members), first, 1), **cluster}
 
 
 async def _run(

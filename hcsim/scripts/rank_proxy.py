@@ -16,8 +16,9 @@ import msgspec
 
 from hcsim.calls import perform
 from hcsim.collectives.group import Group
+from hcsim.collectives.naming import naming
 from hcsim.collectives.select import Options
-from hcsim.errors import HcsimError, UsageError
+from hcsim.errors import CollectiveError, HcsimError, UsageError
 from hcsim.launch import DEFAULT_PORT
 from hcsim.runtime.host import Work
 from hcsim.scripts.environment import Grouping
@@ -105,6 +106,10 @@ class RankGroups:
         if number not in self._groups:
             raise UsageError("the group has been destroyed")
         return self._groups[number][0]
+
+    def names(self, number: int) -> tuple[str, ...]:
+        """Return the machines of a group, by rank; of a subgroup, whose errors say more about its ranks, nothing."""
+        return tuple(self._directory.hosts[member] for member in self._members.get(number, ()))
 
     def started(self, number: int, task: asyncio.Task[Any]) -> None:
         waiting = [other for other in self._under_way.get(number, ()) if not other.done()]
@@ -260,7 +265,8 @@ class RankProxy:
             arrays = [self._process.arena.at(slot) for slot in started.slots]
             result = await perform(self._groups.group(started.group), started.call, arrays)
         except Exception as error:
-            failure = failure_of(error)
+            names = self._groups.names(started.group)
+            failure = failure_of(naming(error, names) if isinstance(error, CollectiveError) else error)
         self._finished.append(CallFinished(started.number, result, failure))
         del self._under_way[started.number]
         return result

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from hcsim.cli import screen
+from hcsim.cli import memory, screen
 from hcsim.cli.recording import RecordingFiles, recording, show_run, tell_failures, tell_fingerprint
 from hcsim.collectives.group import Group
 from hcsim.collectives.naming import naming
@@ -56,6 +56,7 @@ def run_virtual(scenario: Scenario, wire: Wire, files: RecordingFiles, bands: in
     """Run the job and show the outcome. Return whether all ranks got the right result."""
     job = scenario.job
     check_job(job)
+    memory.check_job(job, len(scenario.nodes))
     options = Options(timeout_s=job.timeout_s, groups=_groups(scenario))
     laps: list[JobRepeat] = []
     with screen.ProgressLine("repeat", job.repeat, simulated=True) as progress, recording(files) as record:

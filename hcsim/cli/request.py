@@ -239,7 +239,14 @@ def _virtual(options: RunOptions, chosen: Scenario, settings: Settings, training
 
     forming = chosen.cluster is not None or settings.has("cluster")
     if forming:
+        by_words = chosen.cluster is None
         chosen = _clustered(chosen, settings.take("cluster", chosen.cluster or Cluster()))
+        if by_words and chosen.cluster is not None:
+            what = "--nodes" if options.nodes is not None else "a setting of [cluster]"
+            count = f"{chosen.cluster.needed} of {screen.counted(len(chosen.nodes), 'machine')}"
+            screen.note(
+                f"{what} makes the machines find each other as a cluster: work begins with {count}; others join it"
+            )
     chosen, wire, files = _modelled(chosen, settings, {"--save": options.save, **_traced(options)})
     bands = settings.take("prediction", PredictionSettings(), ("bands",)).bands
     ignored = _ignores_memory(settings)

@@ -66,6 +66,13 @@ def run_script(script: Path, arguments: Sequence[str], scenario: Scenario, wire:
     _tell_ends(run)
     tell_fingerprint(run)
     show_run(record, files)
+    if run.succeeded and not run.took_part:
+        screen.complain(
+            f"{script.name} has computed nothing with torch or MLX and called no other rank, so nothing was simulated. "
+            "If it starts processes of its own: hcsim is the launcher, and runs it on each machine as one RANK of "
+            "WORLD_SIZE"
+        )
+        return False
     return run.succeeded
 
 

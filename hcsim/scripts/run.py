@@ -96,6 +96,11 @@ class ScriptRun(msgspec.Struct, frozen=True):
         """Whether every rank ended, with exit status 0."""
         return all(record.code == 0 for record in self.ranks)
 
+    @property
+    def took_part(self) -> bool:
+        """Whether any rank did something that takes simulated time."""
+        return any(record.calls or record.flops or record.compute_s or record.wait_s for record in self.ranks)
+
 
 class _ScriptWorld(World):
     """A world of machines that each run one process; a machine's crash ends its process."""

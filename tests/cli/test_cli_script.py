@@ -59,6 +59,16 @@ def test_every_line_says_whose_it_is_and_the_end_says_how_it_went(script: Path, 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("ranks_at_hand")
+def test_a_script_of_which_nothing_is_simulated_is_no_success(tmp_path: Path) -> None:
+    script = tmp_path / "alone.py"
+    script.write_text("print('done')")
+    result = hcsim("run", str(script), "--scenario", "two-macs-wifi")
+    assert result.exit_code == 1
+    assert "error: alone.py has computed nothing with torch or MLX and called no other rank" in result.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("ranks_at_hand")
 def test_a_script_that_fails_shows_its_own_traceback_and_a_status(script: Path) -> None:
     result = hcsim("run", str(script), "--scenario", "four-macs-1gbe", "--", "fail")
     assert result.exit_code == 1
@@ -152,7 +162,8 @@ def test_what_cannot_be_run_is_refused_in_a_line(arguments: tuple[str, ...], com
 @pytest.mark.slow
 def test_what_the_terminal_cannot_show_is_spelled_and_ends_nothing(tmp_path: Path) -> None:
     script = tmp_path / "tells.py"
-    script.write_text("import sys\nprint('loss \u2248 0.5')\nprint('\u2713', file=sys.stderr)\n", encoding="utf-8")
+    text = "import sys, time\ntime.sleep(1)\nprint('loss \u2248 0.5')\nprint('\u2713', file=sys.stderr)\n"
+    script.write_text(text, encoding="utf-8")
     command = [sys.executable, "-c", START, "run", str(script), "--scenario", "two-macs-wifi", "--nodes", "1"]
     in_ascii = {**os.environ, "PYTHONIOENCODING": "ascii"}
     ended = subprocess.run(command, env=in_ascii, capture_output=True, text=True, timeout=120, check=False)

@@ -235,3 +235,20 @@ def test_members_that_come_and_go_are_told_with_the_simulated_time() -> None:
     """The twentieth second of the scenario's lid is that of its message."""
     result = hcsim("run", "four-macs-churn", "--task", "resnet50")
     assert re.search(r"^ *30\.000 s  mini-2: left out by the others", result.output, re.MULTILINE), result.output
+
+
+def test_nodes_say_that_the_machines_form_a_cluster() -> None:
+    result = hcsim("run", "four-macs-1gbe", *SMALL, "--nodes", "2")
+    assert result.exit_code == 0, result.output
+    assert "--nodes makes the machines find each other as a cluster: work begins with 2 of 4 machines" in result.stderr
+    assert "as a cluster" not in hcsim("run", "four-macs-1gbe", *SMALL).stderr
+
+
+def test_batch_sizes_of_unlike_machines_are_a_list_without_brackets() -> None:
+    shares = hcsim("run", "four-macs-1gbe", *SMALL, *sets(batch="13,8,3,2"))
+    assert shares.exit_code == 0, shares.output
+    assert parameters(shares.stdout) == parameters(
+        hcsim("run", "four-macs-1gbe", *SMALL, *sets(batch="[13, 8, 3, 2]")).stdout
+    )
+    too_few = hcsim("run", "four-macs-1gbe", *SMALL, *sets(batch="13,8,3"))
+    assert "batch = [13, 8, 3]: 3 batch sizes for 4 ranks" in too_few.stderr

@@ -81,6 +81,13 @@ def test_phantoms_are_not_checked_and_computing_is_timed() -> None:
     assert "result sha256" not in result.stdout
 
 
+def test_what_does_not_fit_into_the_memory_here_is_refused_before_it_runs() -> None:
+    result = hcsim("bench", "four-macs-1gbe", "--size", "100 TB")
+    assert result.exit_code == 2
+    assert "all_reduce of 9.313e+04 GiB among 4 ranks needs 7.451e+05 GiB here, where" in result.stderr
+    assert "--set payload=phantom simulates it without data" in result.stderr
+
+
 def test_the_trace_is_written_as_lines_of_json(tmp_path: Path) -> None:
     file = tmp_path / "events.jsonl"
     result = hcsim("bench", "two-macs-wifi", *SMALL, "--trace", str(file))

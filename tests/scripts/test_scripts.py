@@ -702,3 +702,39 @@ def _lives(pid: int) -> bool:
     except ProcessLookupError:
         return False
     return True
+
+
+@pytest.mark.slow
+def test_processes_that_a_script_spawns_are_the_machines(run_well: Runner) -> None:
+    text = """
+    import torch.multiprocessing
+    def work(rank, world, text):
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29511")
+        dist.init_process_group("gloo", rank=rank, world_size=world)
+        total = torch.tensor([float(rank)])
+        dist.all_reduce(total)
+        tell([rank, total.item(), text])
+    torch.multiprocessing.spawn(work, args=(2, "given"), nprocs=2)
+    """
+    told = run_well(on_switch(TWO), text)
+    assert [told.value(rank) for rank in range(2)] == [[0, 1.0, "given"], [1, 1.0, "given"]]
+    assert told.run.seconds > 0
+
+
+@pytest.mark.parametrize(
+    ("start", "complaint"),
+    [
+        ("torch.multiprocessing.spawn(print, nprocs=3)", "the script spawns 3 processes, and 2 machines run it"),
+        ("subprocess.run(['/usr/bin/torchrun', 'inner.py'])", "the script starts torchrun: hcsim is the launcher"),
+        (
+            "subprocess.run([sys.executable, '-m', 'torch.distributed.run', 'x.py'])",
+            "the script starts torch.distributed.run: hcsim is the launcher",
+        ),
+    ],
+)
+def test_a_script_that_starts_ranks_outside_of_the_simulation_is_refused(
+    run_text: Runner, start: str, complaint: str
+) -> None:
+    told = run_text(on_switch(TWO), f"import subprocess, torch.multiprocessing\n{start}")
+    assert [record.code for record in told.run.ranks] == [1, 1]
+    assert all(complaint in record.error for record in told.run.ranks)

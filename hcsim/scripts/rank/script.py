@@ -32,6 +32,7 @@ from hcsim.scripts.rank.counting import WorkCounter
 from hcsim.scripts.rank.imports import after_import, answer_mlx
 from hcsim.scripts.rank.rendezvous import RemoteStore, install_store
 from hcsim.scripts.rank.simulator import RemoteEngine, SimulatorClient
+from hcsim.scripts.rank.spawn import install_spawn
 from hcsim.scripts.rank.stdlib import ScriptClock, install_output
 
 _OURS = (str(Path(__file__).parent), str(Path(runpy.__file__)), "<frozen runpy>")
@@ -47,6 +48,7 @@ def run_script(spec: RankSpec, connection: int, arena: int) -> NoReturn:
     os.register_at_fork(after_in_child=lambda: _no_rank(simulator, clock))
     store = RemoteStore(simulator)  # held here: torch's own reference is to its C++ half
     install_store(store)
+    install_spawn()
     use_engine(RemoteEngine(simulator))
     register_optimizer_step_post_hook(lambda *_: simulator.tell(Stepped()))
     _follow_mlx(simulator, counter, spec.seed)

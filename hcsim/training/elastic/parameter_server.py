@@ -10,7 +10,7 @@ pulled; later updates and the optimizer's state are lost. If a server gives up, 
 only the view ends: the next view's server goes on with the same workers. If a server rejects a worker's
 gradients again and again, one of the two is faulty and is excluded for a while.
 
-In sync mode the batches of a view are dealt out among its members; a push in flight when the members change
+In sync mode the batches of a view are dealt out among its members, by their speed if `batch` is "auto"; a push in flight when the members change
 belongs to the old ones. In the other modes a step is as many updates as there are members.
 
 A worker that leaves in an orderly way pushes once more, uncompressed and with its whole residual; it leaves
@@ -25,6 +25,7 @@ from __future__ import annotations
 import asyncio
 import zlib
 from collections import Counter
+from collections.abc import Sequence
 from functools import partial
 
 import numpy as np
@@ -87,10 +88,12 @@ class ServedMember(ElasticMember):
     def __init__(
         self, host: Host, source: MembershipSource, settings: Training, seed: int, extras: TrainingExtras
     ) -> None:
-        if isinstance(settings.batch, tuple | str):
-            batch = f'"{settings.batch}"' if isinstance(settings.batch, str) else list(settings.batch)
-            raise ConfigError(f"batch = {batch}: members of a parameter server change; give one figure")
+        if isinstance(settings.batch, tuple):
+            raise ConfigError(
+                f'batch = {list(settings.batch)}: members of a parameter server change; give one figure or "auto"'
+            )
         super().__init__(host, source, settings, seed, extras)
+        self._balance = self.balance(None, 1)
         chosen = strategy(self.settings.strategy)
         assert isinstance(chosen, ServerPolicy)
         self._intent = encoded(self.intent())
@@ -168,13 +171,21 @@ class ServedMember(ElasticMember):
         start = await standby.agreed_start(group, ours, self.settings.steps)
         if state is not None:
             state.begin(start)
-        assert isinstance(self.settings.batch, int)
-        sizes = [self.settings.batch] * group.size
-        batches = Batches.of(self.task, sizes, self.seed, (start.version, start.position))
+        batches = Batches.of(self.task, await self._sizes(group), self.seed, (start.version, start.position))
         run = self.enter(group, batches, us.gradients.compressor)
+        run.balance = self._balance
         run.observer = self.observer
         run.learner = self.learner if serves else us.learner
         us.begin(run, start)
+
+    async def _sizes(self, group: Group) -> Sequence[int]:
+        """Return the samples in a step, by rank: as many for each, or by what steps have cost the members so far."""
+        sizes, balance = self.batch_sizes(group.size), self._balance
+        if balance is None:
+            return sizes
+        told = await gather_echoed(group, balance.told().view(np.int64))
+        balance.agree([each.view(np.float64) for each in told], group.rank)
+        return balance.best(sizes).sizes
 
     def _after(self, state: standby.ServerState) -> ViewStart:
         return self._us.start_at(state.version, ViewStart(*state.since, state.step))

@@ -111,7 +111,7 @@ class LinkSpeed(msgspec.Struct, frozen=True):
     back_Bps: MeasuredRate
 
 
-class Turn(msgspec.Struct, frozen=True, tag=True):
+class ProbeTurn(msgspec.Struct, frozen=True, tag="Turn"):
     """The caller requests the callee's measurement lock, and gets an empty answer once it has it."""
 
     caller: str = ""
@@ -141,7 +141,7 @@ class Found(msgspec.Struct, frozen=True, tag=True):
     line: LinkSpeed
 
 
-ProbeMessage: TypeAlias = Turn | Ping | Burst | Took | Found
+ProbeMessage: TypeAlias = ProbeTurn | Ping | Burst | Took | Found
 SCHEMA: Schema[ProbeMessage] = Schema(ProbeMessage, "does not measure as we do")
 
 
@@ -216,9 +216,9 @@ class Prober:
         begun."""
         try:
             turn = await self._greeting(channel, known)
-            if isinstance(turn, Turn):
+            if isinstance(turn, ProbeTurn):
                 async with self._turn:
-                    await SCHEMA.send(channel, Turn())
+                    await SCHEMA.send(channel, ProbeTurn())
                     while True:
                         async with self._host.clock.timeout(self._pace.silence_s):
                             line = await self._answer_one(channel)
@@ -232,7 +232,7 @@ class Prober:
 
     async def _ask_turn(self, channel: Channel) -> None:
         async with self._host.clock.timeout(TURN_TIMEOUT_S):
-            await SCHEMA.ask(channel, Turn(self._name))
+            await SCHEMA.ask(channel, ProbeTurn(self._name))
 
     async def _timed(self, channel: Channel) -> LinkSpeed:
         clock = self._host.clock

@@ -24,14 +24,14 @@ _FREE = (
 )  # fmt: skip
 
 
-class Kernel(NamedTuple):
+class GraphKernel(NamedTuple):
     """One kernel."""
 
     flops: float
     moved_bytes: float
 
 
-def kernels(arrays: Sequence[MlxArray]) -> list[Kernel]:
+def kernels(arrays: Sequence[MlxArray]) -> list[GraphKernel]:
     """Return what is left to compute of these arrays. Raises ValueError for a graph with a compiled or a custom
     function."""
     if not arrays:
@@ -43,7 +43,7 @@ def kernels(arrays: Sequence[MlxArray]) -> list[Kernel]:
 
 class _Graph:
     def __init__(self) -> None:
-        self.kernels: list[Kernel] = []
+        self.kernels: list[GraphKernel] = []
         self._stored_bytes: dict[str, float] = {}
 
     def take(self, part: Mapping[str, Any]) -> None:
@@ -59,7 +59,7 @@ class _Graph:
             return
         written_bytes = sum(_size_bytes(shape, dtype) for _, shape, dtype in outputs)
         flops = _flops(part["name"], [shape for _, shape, _ in inputs], outputs[0][1])
-        self.kernels.append(Kernel(flops, read_bytes + written_bytes))
+        self.kernels.append(GraphKernel(flops, read_bytes + written_bytes))
 
 
 def _flops(primitive: str, inputs: Sequence[tuple[int, ...]], output: tuple[int, ...]) -> float:

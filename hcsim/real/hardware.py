@@ -400,7 +400,7 @@ class _Limit:
 _LOCK = "in_use"
 
 
-class FileStore:
+class FolderStore:
     """Records as files, each replaced atomically after its data are on the disk. Only one process can use a folder."""
 
     def __init__(self, folder: Path) -> None:

@@ -35,7 +35,7 @@ import msgspec
 
 from hcsim import rng
 from hcsim.errors import ChannelError, ConfigError, DeadlineExceeded, PeerRefused, WrongPeer
-from hcsim.real.hardware import FileStore, MemoryStore, RealClock, device_named
+from hcsim.real.hardware import FolderStore, MemoryStore, RealClock, device_named
 from hcsim.real.interfaces import link_local_interfaces, list_interfaces
 from hcsim.real.listener import StreamListener, listening_socket
 from hcsim.real.sensors import Sensors
@@ -235,9 +235,9 @@ class RealHost:
         return MdnsLan(self._options.lan_interfaces)
 
     @cached_property
-    def store(self) -> FileStore | MemoryStore:
+    def store(self) -> FolderStore | MemoryStore:
         """Files in the folder of the options, or memory."""
-        return MemoryStore() if self._options.state is None else FileStore(self._options.state)
+        return MemoryStore() if self._options.state is None else FolderStore(self._options.state)
 
     def interfaces(self) -> tuple[Interface, ...]:
         """Return this machine's interfaces, those of the fastest medium first."""

@@ -25,7 +25,7 @@ from hcsim.compressors.base import Array, Ident
 from hcsim.compressors.kernels import plain
 from hcsim.compressors.registry import make
 from hcsim.doctor import check_announcing
-from hcsim.real.hardware import FileStore, best_torch_device, training_step_error
+from hcsim.real.hardware import FolderStore, best_torch_device, training_step_error
 from hcsim.real.host import RealHost, RealOptions
 from hcsim.selftest.contracts import ContractBroken, NotHere, require
 from hcsim.training.task import Replica
@@ -111,9 +111,9 @@ _SECOND_PROCESS = """\
 import sys
 from pathlib import Path
 from hcsim.errors import ConfigError
-from hcsim.real.hardware import FileStore
+from hcsim.real.hardware import FolderStore
 try:
-    FileStore(Path(sys.argv[1]))
+    FolderStore(Path(sys.argv[1]))
 except ConfigError as error:
     print(error)
 """
@@ -124,7 +124,7 @@ def check_disk() -> str:
     data = np.random.default_rng(1).bytes(8 << 20)
     with tempfile.TemporaryDirectory(prefix="hcsim-") as name:
         folder = Path(name, "state")
-        store = FileStore(folder)
+        store = FolderStore(folder)
         began_s = time.monotonic()
         for number in range(5):
             store.save("record", data[number:])
@@ -135,7 +135,7 @@ def check_disk() -> str:
         refused = subprocess.run(other, capture_output=True, text=True, check=False)
         require("another process keeps its state there" in refused.stdout, "a second process is refused the folder")
         store.close()
-        again = FileStore(folder)
+        again = FolderStore(folder)
         require(again.load("record") == data[4:], "a record is there for the next process")
         again.close()
         left = sorted(path.name for path in folder.iterdir() if path.name.startswith("."))

@@ -28,7 +28,7 @@ from hcsim.config import Attachment, Ethernet, Node, Scenario, Tcp, Thunderbolt,
 from hcsim.errors import ConfigError
 from hcsim.runtime.host import Interface, Medium, fastest_first
 from hcsim.virtual.rate_allocator import Resource
-from hcsim.virtual.token_bucket import Bucket, PortBurst
+from hcsim.virtual.token_bucket import PortBurst, TokenBucket
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -325,12 +325,12 @@ def _latency_and_loss(medium: Ethernet | Wifi, link: Attachment) -> tuple[float,
     )
 
 
-def _buckets(link: Attachment, rate_bytes_ps: float, rate_bps: float) -> tuple[Bucket, ...]:
+def _buckets(link: Attachment, rate_bytes_ps: float, rate_bps: float) -> tuple[TokenBucket, ...]:
     """Return the buckets of a port, in bytes of data."""
     data = rate_bytes_ps / (rate_bps / 8)
-    found = [Bucket(rate_bytes_ps, link.burst_bytes * data)] if link.burst_bytes else []
+    found = [TokenBucket(rate_bytes_ps, link.burst_bytes * data)] if link.burst_bytes else []
     if link.peak_bps is not None:
-        found.append(Bucket(link.peak_bps / 8 * data, link.peak_burst_bytes * data))
+        found.append(TokenBucket(link.peak_bps / 8 * data, link.peak_burst_bytes * data))
     return tuple(found)
 
 

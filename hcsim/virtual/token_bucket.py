@@ -23,7 +23,7 @@ _EMPTY_BYTES = 64.0
 """A bucket with less is empty: rounding never makes so much."""
 
 
-class Bucket(NamedTuple):
+class TokenBucket(NamedTuple):
     """Its figures, in bytes of data."""
 
     rate_bytes_ps: float
@@ -34,7 +34,7 @@ class PortBurst(NamedTuple):
     """The buckets of a port, and what it carries while none of them is empty."""
 
     wire_bytes_ps: float
-    buckets: tuple[Bucket, ...]
+    buckets: tuple[TokenBucket, ...]
 
 
 class SharedNetwork(Protocol):

@@ -10,8 +10,9 @@ pulled; later updates and the optimizer's state are lost. If a server gives up, 
 only the view ends: the next view's server goes on with the same workers. If a server rejects a worker's
 gradients again and again, one of the two is faulty and is excluded for a while.
 
-In sync mode the batches of a view are dealt out among its members, by their speed if `batch` is "auto"; a push in flight when the members change
-belongs to the old ones. In the other modes a step is as many updates as there are members.
+In sync mode the batches of a view are dealt out among its members, by their speed if `batch` is "auto"; a push
+in flight when the members change belongs to the old ones. In the other modes a step is as many updates as there
+are members.
 
 A worker that leaves in an orderly way pushes once more, uncompressed and with its whole residual; it leaves
 when that push has counted. If a worker crashes, its residual is lost.

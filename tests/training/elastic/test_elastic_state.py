@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from hcsim.config import AnyFault, Crash, Pause, Reset, Training
 from hcsim.errors import ConfigError, Diverged, TrainingError
-from hcsim.real.hardware import FileStore
+from hcsim.real.hardware import FolderStore
 from hcsim.runtime.host import Host
 from hcsim.selftest.script import SEED, ScriptedCluster, ScriptedOutcome, train
 from hcsim.training.data import Batches
@@ -340,7 +340,7 @@ def test_a_checkpoint_that_is_not_what_was_saved_is_refused() -> None:
 
 
 def test_who_finds_a_damaged_checkpoint_is_told_where_it_is(tmp_path: Path) -> None:
-    store = FileStore(tmp_path / "state")
+    store = FolderStore(tmp_path / "state")
     store.save("checkpoint", b"nothing of the kind")
     with pytest.raises(ConfigError, match=f"^{tmp_path}/state/checkpoint: this checkpoint is damaged .*remove it"):
         CheckpointWriter(1, in_store(store)).load()

@@ -15,6 +15,7 @@ from hcsim.cli.options import (
     BenchOptions,
     Command,
     Commands,
+    ProbeOptions,
     RankOptions,
     RunOptions,
     names_of,
@@ -143,83 +144,14 @@ def doctor(
 
 
 @app.command()
-def probe(
-    script: Annotated[
-        Path | None,
-        typer.Argument(metavar="[SCRIPT.py]", help="Measure the kernels of this torch training script instead."),
-    ] = None,
-    arguments: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[-- ARGUMENTS]", help="What the script is given, after --.", show_default=False),
-    ] = None,
-    out: Annotated[
-        Path, typer.Option("--out", "-o", help="The twin: a scenario to begin, or to which this machine is added.")
-    ] = Path("twin.toml"),
-    device: Annotated[str, typer.Option(help="auto, mps, cuda or cpu.")] = "auto",
-    minutes: Annotated[
-        float | None,
-        typer.Option(
-            min=0,
-            help="Keep the machine busy for so long, for the speed that it sustains; the longest time of a script.",
-        ),
-    ] = None,
-    task: Annotated[
-        str | None,
-        typer.Option(help="Measure the steps of this task instead.", autocompletion=names_of("tasks")),
-    ] = None,
-    of_cluster: Annotated[
-        bool, typer.Option("--cluster", help="Have the members of a running cluster measure the links between them.")
-    ] = False,
-    name: Annotated[str | None, typer.Option(help="With --cluster: what this machine calls it.")] = None,
-    peer: Annotated[list[str] | None, typer.Option(help="With --cluster: host or host:port of a member.")] = None,
-    hosts: Annotated[
-        list[str] | None, typer.Option(help="Measure these machines too, through ssh: A,B,… or a hostfile.")
-    ] = None,
-    program: Annotated[str, typer.Option(help="What hcsim is called on the other machines.")] = "hcsim",
-    member: Annotated[bool, typer.Option("--member", hidden=True)] = False,
-    report: Annotated[
-        Path | None, typer.Option(help="Write a page that shows the twin beside the catalogue, as HTML.")
-    ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print what was measured as JSON.")] = False,
-) -> None:
+@taking(ProbeOptions)
+def probe(**options: Any) -> None:
     """Measure this machine, a script on it, or the links of a cluster, and write what was found into a scenario: its
     twin."""
     with errors_told():
-        from hcsim.cli import probe as work
-        from hcsim.cli.probe_script import ScriptRequest, probe_script, probe_task
-        from hcsim.cli.request import only
+        from hcsim.cli import request
 
-        if script is not None:
-            only(
-                "without a script",
-                {"--cluster": of_cluster or None, "--name": name, "--peer": peer, "--task": task, "--hosts": hosts},
-            )
-            probe_script(out, ScriptRequest(script, arguments or (), device, minutes), report, as_json=json)
-        elif task is not None:
-            only(
-                "without --task",
-                {
-                    "--cluster": of_cluster or None,
-                    "--name": name,
-                    "--peer": peer,
-                    "--minutes": minutes,
-                    "--hosts": hosts,
-                },
-            )
-            probe_task(out, task, device, as_json=json)
-        elif of_cluster:
-            given = {"--device": None if device == "auto" else device, "--minutes": minutes or None, "--hosts": hosts}
-            only("without --cluster", given)
-            work.probe_cluster(out, cluster.home(), name or CLUSTER, peer or (), report, as_json=json)
-        elif member:
-            from hcsim.cli.probe_hosts import print_probed
-
-            print_probed(device, minutes or 0.0)
-        else:
-            only("with --cluster", {"--name": name, "--peer": peer})
-            if hosts:
-                work.probe_others(out, hosts, device, minutes or 0.0, program)
-            work.probe(out, device, minutes or 0.0, report, as_json=json)
+        request.probe(ProbeOptions(**options))
 
 
 @app.command()

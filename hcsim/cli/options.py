@@ -89,7 +89,7 @@ class RunOptions(msgspec.Struct, frozen=True):
     seed: Seed = None
     set: Set = None
     hosts: Annotated[Text, _option("Real: machines to start the same on, over ssh.", metavar="A,B,…|FILE")] = None
-    state: Annotated[File, _option("Real: a folder for what outlives a crash.", metavar="FOLDER")] = None
+    state: Annotated[File, typer.Option(hidden=True)] = None  # the short form of a setting
     save: Save = None
     trace: Trace = None
     timeline: Timeline = None
@@ -147,6 +147,43 @@ class RankOptions(msgspec.Struct, frozen=True):
     plugin: Plugins = None
     set: Set = None
     save: Save = None
+
+
+class ProbeOptions(msgspec.Struct, frozen=True):
+    """The arguments and options of `hcsim probe`."""
+
+    script: Annotated[
+        File, typer.Argument(metavar="[SCRIPT.py]", help="Measure the kernels of this torch training script instead.")
+    ] = None
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[-- ARGUMENTS]", help="What the script is given, after --.", show_default=False),
+    ] = None
+
+    out: Annotated[
+        Path, typer.Option("--out", "-o", help="The twin: a scenario to begin, or to which this machine is added.")
+    ] = Path("twin.toml")
+    device: Annotated[str, typer.Option(help="auto, mps, cuda or cpu.")] = "auto"
+    minutes: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            help="Keep the machine busy for so long, for the speed that it sustains; the longest time of a script.",
+        ),
+    ] = None
+    task: Annotated[Text, _option("Measure the steps of this task instead.", kind="tasks")] = None
+    of_cluster: Annotated[
+        bool, typer.Option("--cluster", help="Have the members of a running cluster measure the links between them.")
+    ] = False
+    name: Annotated[Text, typer.Option(help="With --cluster: what this machine calls it.")] = None
+    peer: Annotated[list[str] | None, typer.Option(help="With --cluster: host or host:port of a member.")] = None
+    hosts: Annotated[
+        list[str] | None, typer.Option(help="Measure these machines too, through ssh: A,B,… or a hostfile.")
+    ] = None
+    program: Annotated[str, typer.Option(help="What hcsim is called on the other machines.")] = "hcsim"
+    member: Annotated[bool, typer.Option("--member", hidden=True)] = False
+    report: Annotated[File, typer.Option(help="Write a page that shows the twin beside the catalogue, as HTML.")] = None
+    json: Annotated[bool, typer.Option("--json", help="Print what was measured as JSON.")] = False
 
 
 CommandT = TypeVar("CommandT", bound=Callable[..., None])

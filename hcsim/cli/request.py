@@ -31,7 +31,7 @@ from hcsim.transport.groups import Wire
 from hcsim.units import did_you_mean
 
 if TYPE_CHECKING:
-    from hcsim.cli.options import BenchOptions, RankOptions, RunOptions
+    from hcsim.cli.options import BenchOptions, ProbeOptions, RankOptions, RunOptions
     from hcsim.cli.ranks import ManualRank
     from hcsim.cli.recording import RecordingFiles
     from hcsim.cli.twin import ChosenTwin
@@ -108,6 +108,38 @@ def rank(options: RankOptions) -> bool:
     from hcsim.cli.ranks import run_real
 
     return run_real(job, _place(options, files, here), wire)
+
+
+def probe(options: ProbeOptions) -> None:
+    """`hcsim probe`."""
+    from hcsim.cli import cluster, probe_script
+    from hcsim.cli import probe as measuring
+    from hcsim.cli.options import CLUSTER
+
+    out, device, report, as_json = options.out, options.device, options.report, options.json
+    of_cluster = {"--cluster": options.of_cluster or None, "--name": options.name, "--peer": options.peer}
+    elsewhere = {**of_cluster, "--hosts": options.hosts}
+    if options.script is not None:
+        only("without a script", {**elsewhere, "--task": options.task})
+        asked = probe_script.ScriptRequest(options.script, options.arguments or (), device, options.minutes)
+        probe_script.probe_script(out, asked, report, as_json=as_json)
+    elif options.task is not None:
+        only("without --task", {**elsewhere, "--minutes": options.minutes})
+        probe_script.probe_task(out, options.task, device, as_json=as_json)
+    elif options.of_cluster:
+        only_here = {"--device": None if device == "auto" else device, "--minutes": options.minutes or None}
+        only("without --cluster", {**only_here, "--hosts": options.hosts})
+        name, peers = options.name or CLUSTER, options.peer or ()
+        measuring.probe_cluster(out, cluster.home(), name, peers, report, as_json=as_json)
+    elif options.member:
+        from hcsim.cli.probe_hosts import print_probed
+
+        print_probed(device, options.minutes or 0.0)
+    else:
+        only("with --cluster", {"--name": options.name, "--peer": options.peer})
+        if options.hosts:
+            measuring.probe_others(out, options.hosts, device, options.minutes or 0.0, options.program)
+        measuring.probe(out, device, options.minutes or 0.0, report, as_json=as_json)
 
 
 def shipped_scenario(name: str | None) -> Scenario:
@@ -201,7 +233,9 @@ def _cluster_for_real(
     wire = _wire(settings, _WAIT_S)
     names = [name for name in ThisMachine.__struct_fields__ if name != "remote_hcsim" or others.hosts]
     machine = settings.take("machine", ThisMachine(at=us.ips if us else ()), names)
-    here = _here(machine, options.state)
+    if options.state is not None and machine.state is not None:
+        raise ConfigError("--state, --set state: this is given twice")
+    here = _here(machine, options.state or (Path(machine.state) if machine.state else None))
     if training is None:
         raise ConfigError(
             "what is to be trained? Give --task, or a file with a [training] table; "

@@ -60,6 +60,8 @@ class ThisMachine(Table, frozen=True):
     """The device that computes: cpu, mps, cuda, or auto; sleep:M4 takes the time of an M4."""
     remote_hcsim: str = "hcsim"
     """The name of the hcsim program on the machines of --hosts."""
+    state: str | None = None
+    """A folder for what outlives a crash: checkpoints and votes; also --state."""
     log: str | None = None
     """A file for what this machine and those of --hosts say, each line with its time and its machine."""
     metrics: str | None = None

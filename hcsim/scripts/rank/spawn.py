@@ -28,7 +28,7 @@ class _Ended:
 
 def install_spawn() -> None:
     """Let `spawn` call the function here, as the process of this rank."""
-    multiprocessing.spawn = _spawn  # type: ignore[assignment]
+    setattr(multiprocessing, "spawn", _spawn)  # noqa: B010 (the name is that of a module, too)
     start = subprocess.Popen.__init__
 
     @wraps(start)

@@ -7,6 +7,7 @@ import resource
 import socket
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -220,8 +221,11 @@ def test_a_closed_standard_input_is_an_empty_one() -> None:
 
 @pytest.mark.slow
 def test_more_than_fits_the_memory_is_told_plainly() -> None:
-    ended = hcsim_process("bench", "two-macs-wifi", "--size", "1000000 TB", stdout=subprocess.DEVNULL)
-    assert ended.returncode == 1
+    """Where the system allows less than is free."""
+    limit = partial(resource.setrlimit, resource.RLIMIT_AS, (1 << 30, 1 << 30))
+    job = ("bench", "two-macs-wifi", "--size", "800 MB")
+    ended = hcsim_process(*job, stdout=subprocess.DEVNULL, preexec_fn=limit)
+    assert ended.returncode == 1, ended.stderr
     assert "not enough memory" in ended.stderr
     assert "Traceback" not in ended.stderr
 

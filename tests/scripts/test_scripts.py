@@ -705,8 +705,9 @@ def _lives(pid: int) -> bool:
 
 
 @pytest.mark.slow
-def test_processes_that_a_script_spawns_are_the_machines(run_well: Runner) -> None:
-    text = """
+@pytest.mark.parametrize("spawn", ["spawn", "start_processes"])
+def test_processes_that_a_script_spawns_are_the_machines(run_well: Runner, spawn: str) -> None:
+    text = f"""
     import torch.multiprocessing
     def work(rank, world, text):
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29511")
@@ -714,7 +715,7 @@ def test_processes_that_a_script_spawns_are_the_machines(run_well: Runner) -> No
         total = torch.tensor([float(rank)])
         dist.all_reduce(total)
         tell([rank, total.item(), text])
-    torch.multiprocessing.spawn(work, args=(2, "given"), nprocs=2)
+    torch.multiprocessing.{spawn}(work, args=(2, "given"), nprocs=2)
     """
     told = run_well(on_switch(TWO), text)
     assert [told.value(rank) for rank in range(2)] == [[0, 1.0, "given"], [1, 1.0, "given"]]

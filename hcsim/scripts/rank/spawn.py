@@ -28,6 +28,7 @@ class _Ended:
 
 def install_spawn() -> None:
     """Let `spawn` call the function here, as the process of this rank."""
+    multiprocessing.start_processes = _spawn
     setattr(multiprocessing, "spawn", _spawn)  # noqa: B010 (the name is that of a module, too)
     start = subprocess.Popen.__init__
 
@@ -62,6 +63,7 @@ def _spawn(
     join: bool = True,
     daemon: bool = False,
     start_method: str = "spawn",
+    **_: object,
 ) -> _Ended | None:
     ranks = int(os.environ["WORLD_SIZE"])
     if nprocs != ranks:

@@ -28,8 +28,8 @@ class _Ended:
 
 def install_spawn() -> None:
     """Let `spawn` call the function here, as the process of this rank."""
-    multiprocessing.start_processes = _spawn
-    setattr(multiprocessing, "spawn", _spawn)  # noqa: B010 (the name is that of a module, too)
+    for name in ("spawn", "start_processes"):
+        setattr(multiprocessing, name, _spawn)
     start = subprocess.Popen.__init__
 
     @wraps(start)

@@ -8,16 +8,13 @@ from rich import box
 from rich.table import Table
 
 from hcsim.cli import screen
-from hcsim.config import Job, Scenario, Training
+from hcsim.config import Scenario, Training
 from hcsim.config.machine import usable_bytes
 from hcsim.errors import ConfigError
 from hcsim.training.fitting import Alternative, Fit, Room, alternatives, fits_of, smallest_mac_gib
 from hcsim.training.tasks import task
 
 _SHOWN = 4
-_GATHERING = ("all_gather", "gather")
-"""Operations whose results are as many times as large as there are ranks."""
-_WORTH_A_LOOK = 1 << 30
 IGNORED = "--set ignore_memory=true"
 
 
@@ -25,22 +22,6 @@ def check_nodes(scenario: Scenario, settings: Training, *, saves: bool, ignored:
     """Refuse a training that does not fit into the memory of the scenario's machines, and show what would."""
     rooms = [Room.of(node) for node in scenario.nodes]
     _check(settings, rooms, fits_of(settings, rooms, saves=saves), ignored=ignored)
-
-
-def check_job(job: Job, ranks: int) -> None:
-    """Refuse a job whose data do not fit into this machine's free memory: the ranks of a simulation share it."""
-    if job.payload == "phantom":
-        return
-    from hcsim.real.sensors import Sensors
-
-    each = ranks + 1 if job.operation in _GATHERING else 2
-    needed_bytes = each * ranks * job.size_bytes
-    free_bytes = Sensors().read().free_bytes if needed_bytes >= _WORTH_A_LOOK else None
-    if free_bytes is not None and needed_bytes > free_bytes:
-        raise ConfigError(
-            f"{job.operation} of {screen.size(job.size_bytes)} among {ranks} ranks needs {screen.size(needed_bytes)} "
-            f"here, where {screen.size(free_bytes)} are free; --set payload=phantom simulates it without data"
-        )
 
 
 def check_here(

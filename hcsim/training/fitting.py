@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from math import inf
 from typing import Any, NamedTuple
 
 import msgspec
@@ -17,6 +18,7 @@ from hcsim.runtime.work_time import seconds
 from hcsim.training.balance import UNKNOWN, StepCost, assumed, fastest, predicted, shares
 from hcsim.training.learner import step_work
 from hcsim.training.memory import MemoryNeed, Place, memory_need
+from hcsim.training.pipeline.strategy import Pipeline, RankMachine
 from hcsim.training.precision import prepared
 from hcsim.training.strategies import SingleMachine, completed, held_by, strategy
 from hcsim.training.task import Task
@@ -34,6 +36,8 @@ class Room(msgspec.Struct, frozen=True):
     usable_bytes: int | None
     profile: Machine | None = None
     """How fast the machine is, where that is known."""
+    rate_Bps: float = inf
+    """At which it sends and receives."""
 
     @classmethod
     def of(cls, node: Node) -> Room:
@@ -81,14 +85,23 @@ def fits_of(
     costs = _costs(own, rooms, sum(batches) // ranks)
     computing = fastest(costs, sum(batches)) if isinstance(chosen, SingleMachine) else 0
     found, known = [], dict[tuple[object, ...], MemoryNeed]()
-    for rank, room in enumerate(rooms):
-        held = held_by(chosen, (rank - computing) % ranks, ranks)
+    if isinstance(chosen, Pipeline):
+        helds = chosen.held_by_all(settings, own, [_machine(room) for room in rooms])
+    else:
+        helds = [held_by(chosen, (rank - computing) % ranks, ranks) for rank in range(ranks)]
+    for rank, (room, held) in enumerate(zip(rooms, helds, strict=True)):
         samples = {"own": batches[rank], "all": sum(batches), "nothing": 0}[held.computes]
         place = Place(ranks, samples, saves and not rank, mirrored)
         if (held, place) not in known:
             known[held, place] = memory_need(own, settings, held, place)
         found.append(Fit(room, known[held, place]))
     return found
+
+
+def _machine(room: Room) -> RankMachine:
+    profile = room.profile
+    usable = inf if room.usable_bytes is None else room.usable_bytes
+    return RankMachine(lambda work: None if profile is None else seconds(profile, work), usable, room.rate_Bps)
 
 
 def _batches(settings: Training, what: Task, rooms: Sequence[Room]) -> tuple[int, ...]:

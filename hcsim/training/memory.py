@@ -29,11 +29,24 @@ from hcsim.compressors.powersgd import PowerSGD
 from hcsim.config.training import Training
 from hcsim.training.layout import FLOAT_BYTES, Layout
 from hcsim.training.precision import compressor_of
-from hcsim.training.task import Block, Task
+from hcsim.training.task import Block, Task, sequential, stage_blocks
 
 FRAMEWORK_BYTES = 300 << 20
 """What a process occupies that has imported this package and torch, and has trained nothing (`python -m
 experiments.memory` measures it)."""
+
+
+class StageHeld(msgspec.Struct, frozen=True):
+    """What a stage of a pipeline holds."""
+
+    first: int
+    end: int
+    samples: int
+    """In a microbatch."""
+    microbatches: int
+    """Whose activations it keeps at once."""
+    replicas: int = 1
+    """The ranks that hold the same stage, and average its gradients."""
 
 
 class Held(msgspec.Struct, frozen=True):
@@ -50,6 +63,8 @@ class Held(msgspec.Struct, frozen=True):
     """Further encoded gradients."""
     computes: Literal["own", "all", "nothing"] = "own"
     """The batches that the rank computes with."""
+    stage: StageHeld | None = None
+    """The run of blocks that the rank holds; None: all of them."""
 
 
 class MemoryNeed(msgspec.Struct, frozen=True):
@@ -89,7 +104,11 @@ class Place(msgspec.Struct, frozen=True):
 
 def memory_need(task: Task, settings: Training, held: Held, place: Place) -> MemoryNeed:
     """Return what a rank needs to train the task, which is as its settings want it (`precision.prepared`)."""
-    blocks = task.blocks
+    blocks: Sequence[Block] = task.blocks
+    stage = held.stage
+    if stage is not None:
+        blocks = stage_blocks(task, stage.first, stage.end)
+        place = msgspec.structs.replace(place, ranks=stage.replicas)
     layout = Layout.of([block.shapes for block in blocks], blocks[0].element_bytes)
     trained = layout.length
     weights = sum(block.element_bytes * (block.length + block.frozen_length) for block in blocks)
@@ -99,11 +118,12 @@ def memory_need(task: Task, settings: Training, held: Held, place: Place) -> Mem
     payload = sum(compressor.size_bytes(tensor.shape) for tensor in layout.tensors)
     strategy = held.copies * FLOAT_BYTES * trained + held.payloads * payload
     alone = place.ranks == 1
+    activations = activation_bytes(blocks, place.samples) if stage is None else stage_bytes(task, blocks, stage)
     return MemoryNeed(
         weights=round(copies * held.weights * weights),
         gradients=round(copies * held.gradients * layout.size_bytes),
         optimizer=round(held.optimizer * state),
-        activations=round(held.activations * activation_bytes(blocks, place.samples)) if place.samples else 0,
+        activations=round(held.activations * activations) if place.samples else 0,
         strategy=round(strategy),
         compression=0 if alone else compression_bytes(compressor, layout, place.ranks),
         exchange=0 if alone else _exchange_bytes(layout, settings),
@@ -125,6 +145,22 @@ def activation_bytes(blocks: Sequence[Block], samples: int) -> int:
         most_bytes = max(most_bytes, before_bytes + own_bytes + max(samples * working, float(gradient_bytes)))
         before_bytes += samples * entering if block.recompute else own_bytes
     return round(most_bytes)
+
+
+def stage_bytes(task: Task, blocks: Sequence[Block], stage: StageHeld) -> int:
+    """Return what activations occupy in a stage of a pipeline: those of the microbatch whose backward pass it is, of
+    the others under way, and what is sent and received meanwhile.
+
+    One activation and one gradient are received ahead of their turn, and one of each may still be on its way out."""
+    entering = sequential(task).entering
+    width = task.blocks[0].element_bytes
+    others = stage.samples * sum(
+        each[0] if block.recompute else each[1] if block.is_trained else 0.0
+        for block, each in zip(blocks, map(_activations, blocks), strict=True)
+    )
+    ends = [bound for bound in (stage.first, stage.end) if 0 < bound < len(entering)]
+    moving = 2 * stage.samples * width * sum(entering[bound] for bound in ends)
+    return round((stage.microbatches - 1) * others) + activation_bytes(blocks, stage.samples) + moving
 
 
 def _activations(block: Block) -> tuple[float, float, float]:

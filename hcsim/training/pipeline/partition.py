@@ -1,9 +1,11 @@
 """Where a model is cut, and which machine computes which stage.
 
-A stage is a run of blocks. It takes as long as its blocks, forward and backward, for one microbatch, or as its
-activations need to arrive or to leave, whichever is longest: sending overlaps with computing. A pipeline is as fast as
-its slowest stage (PipeDream: Narayanan et al., SOSP 2019). So the cut is that for which the slowest stage is fastest
-and, of several, that which sends least, among those whose stages fit into the memory of their machines.
+A stage is a run of blocks, and for each microbatch it computes them forward and backward. With gpipe a stage takes as
+long as that, or as its activations need to arrive or to leave, whichever is longest: sending overlaps with computing
+(as in PipeDream: Narayanan et al., SOSP 2019). With 1f1b only as many microbatches are under way as there are stages
+from there on. So a stage that has sent one waits for the gradient of an earlier one, and the messages over both of its
+boundaries count in addition. A pipeline is as fast as its slowest stage. So the cut is that for which the slowest stage
+is fastest and, of several, that which sends least, among those whose stages fit into the memory of their machines.
 
 Dynamic programming over the machines that have their stages already and the blocks they compute is exact, the order
 of the machines included. Machines that are alike are not told apart, so that p equal machines cost p · B² for B blocks,
@@ -67,14 +69,16 @@ class _Best(NamedTuple):
     """How many machines of each kind have the stages before."""
 
 
-def cut(machines: Sequence[StageMachine], stages: int, entering_bytes: Sequence[int], fits: Fits) -> Cut | None:
+def cut(
+    machines: Sequence[StageMachine], stages: int, entering_bytes: Sequence[int], fits: Fits, *, overlaps: bool
+) -> Cut | None:
     """Return the best cut into stages; None if there is none that fits. `entering_bytes` are those that enter each
-    block for a microbatch."""
+    block for a microbatch; `overlaps` says whether all messages are sent while others are computed."""
     replicas = len(machines) // stages
     ranks = sorted(range(len(machines)), key=lambda rank: (sum(machines[rank].block_s), rank))
     seats = [tuple(sorted(ranks[at : at + replicas])) for at in range(0, len(ranks), replicas)]
     merged = [_merged([machines[rank] for rank in seat]) for seat in seats]
-    search = _Search(merged, entering_bytes, fits)
+    search = _Search(merged, entering_bytes, fits, overlaps=overlaps)
     found = search.best()
     if found is None:
         return None
@@ -92,7 +96,10 @@ def _merged(machines: Sequence[StageMachine]) -> StageMachine:
 
 
 class _Search:
-    def __init__(self, machines: Sequence[StageMachine], entering_bytes: Sequence[int], fits: Fits) -> None:
+    def __init__(
+        self, machines: Sequence[StageMachine], entering_bytes: Sequence[int], fits: Fits, *, overlaps: bool
+    ) -> None:
+        self._overlaps = overlaps
         self._machines = machines
         self._stages, self._blocks = len(machines), len(entering_bytes)
         self._entering_bytes = [0, *entering_bytes[1:], 0]
@@ -179,7 +186,8 @@ class _Search:
 
     def _stage_s(self, kind: int, first: int, end: int) -> float:
         sums = self._sums[kind]
-        return max(sums[end] - sums[first], self._send_s(kind, first), self._send_s(kind, end))
+        computing_s, before_s, after_s = sums[end] - sums[first], self._send_s(kind, first), self._send_s(kind, end)
+        return max(computing_s, before_s, after_s) if self._overlaps else computing_s + before_s + after_s
 
     def _send_s(self, kind: int, block: int) -> float:
         """Return how long it takes a machine to receive what enters a block, or to send it."""

@@ -1,9 +1,9 @@
 """The strategy `pipeline`: a model cut into stages, through which a batch goes in microbatches.
 
-    ranks          stages × replicas. A stage is a run of blocks, which `partition` chooses by the speed and the memory of
-                   the machines. Rank 0 does so, and tells the others.
-    batch          as with data parallelism, so many samples for each rank: a replica of the pipeline takes those of its
-                   ranks, in nearly equal microbatches. So a step is over the same samples as one of `ddp`.
+    ranks          stages × replicas. A stage is a run of blocks, which `partition` chooses by the speed and the memory
+                   of the machines. Rank 0 does so, and tells the others.
+    batch          as with data parallelism, so many samples for each rank: a replica of the pipeline takes those of
+                   its ranks, in nearly equal microbatches. So a step is over the same samples as one of `ddp`.
     gradients      are added up over the microbatches, in the same order with both schedules and any number of stages.
                    Those of a stage are averaged among its replicas in buckets, like those of `ddp`; compressors are
                    for these. The buckets of a stage leave while its last microbatch goes back.
@@ -73,9 +73,8 @@ class Pipeline(Struct, frozen=True):
         chain = sequential(task)
         assert len(chain.entering) == len(task.blocks)
         if len(task.blocks) < stages:
-            raise ConfigError(
-                f'strategy = "{settings.strategy}": {task.name} has {len(task.blocks)} blocks, too few for {stages} stages'
-            )
+            few = f"{task.name} has {len(task.blocks)} blocks, too few for {stages} stages"
+            raise ConfigError(f'strategy = "{settings.strategy}": {few}')
         if isinstance(settings.batch, str):
             raise ConfigError(
                 f'batch = "{settings.batch}": a pipeline shares out the blocks of the model by speed, and not samples; '
@@ -103,7 +102,9 @@ class Pipeline(Struct, frozen=True):
         def always(stage: int, first: int, end: int, usable: float) -> bool:
             return True
 
-        found = cut(known, stages, entering_bytes, fits) or cut(known, stages, entering_bytes, always)
+        overlaps = self.schedule == "gpipe"
+        found = cut(known, stages, entering_bytes, fits, overlaps=overlaps)
+        found = found or cut(known, stages, entering_bytes, always, overlaps=overlaps)
         assert found is not None
         return found
 

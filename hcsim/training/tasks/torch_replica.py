@@ -127,7 +127,7 @@ class Passage:
             leaving = _Cut.apply(leaving, gradient)  # type: ignore[no-untyped-call]
         assert leaving is not None
         with refused_by_name():
-            leaving.backward()  # type: ignore[no-untyped-call]
+            leaving.backward()
         if block == self._first_trained:
             self._entering = self._entering[:block]
 

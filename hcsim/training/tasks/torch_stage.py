@@ -7,7 +7,8 @@ by autograd, in the order of the backward passes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -147,7 +148,7 @@ class TorchStageReplica:
     ) -> tuple[float, Array | None]:
         """See `StageReplica.forward_stage`."""
         compute_alike()
-        with refused_by_name():
+        with refused_by_name(), _own_parameters(self._stage.name):
             return self._forward(number, torch.from_numpy(batch.copy()), entering, share)
 
     def _forward(
@@ -174,7 +175,7 @@ class TorchStageReplica:
         """See `StageReplica.backward_stage`."""
         compute_alike()
         passage, samples = self._passages[number]
-        with refused_by_name():
+        with refused_by_name(), _own_parameters(self._stage.name):
             passage.backward(None if leaving is None else self._tensor(leaving, samples, self._stage.end))
             if last and (tensors := self.layout.blocks[block]):
                 self._memory.after_backward(slice(tensors[0].offset, tensors[-1].span.stop))
@@ -186,13 +187,23 @@ class TorchStageReplica:
     def _tensor(self, flat: Flat, samples: int, block: int) -> torch.Tensor:
         """Return what enters a block of the whole model, or its gradient, as a tensor on the device."""
         shape = self._stage.whole.entering_shape(block)
-        return torch.from_numpy(flat).view(samples, *shape).to(self._memory.device)  # type: ignore[arg-type]
+        return torch.from_numpy(flat).view(samples, *shape).to(self._memory.device)
+
+
+@contextmanager
+def _own_parameters(name: str) -> Iterator[None]:
+    """Explain what comes of parameters that are not here: those of other stages are on the meta device."""
+    try:
+        yield
+    except (RuntimeError, NotImplementedError) as error:
+        if "meta" not in str(error):
+            raise
+        unnamed = "the task has to name them as its ties"
+        raise ConfigError(f"{name} computes with parameters of another stage: {unnamed}") from error
 
 
 def _flat(tensor: torch.Tensor, name: str) -> Array:
     """Return the tensor as a flat array on the host."""
-    if tensor.is_meta:
-        raise ConfigError(f"{name} computes with parameters of another stage: the task has to name them as its ties")
     if tensor.dtype != torch.float32:
         raise ConfigError(f"{name} gives {tensor.dtype}, but stages exchange float32")
     array: Array = tensor.detach().contiguous().view(-1).cpu().numpy()

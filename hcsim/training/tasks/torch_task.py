@@ -102,6 +102,7 @@ class TorchTask:
         self.training = training
         self.held_out = held_out
         self.blocks: Sequence[Block]
+        self._entering: tuple[tuple[int, ...], ...]
         self.blocks, self._entering = zip(*walked(self._on_meta(), training.inputs[:1]), strict=True)
         self.frozen_layout = Layout.of([block.frozen for block in self.blocks])
         self.frozen = frozen_values(self.frozen_layout, model.gain, base)

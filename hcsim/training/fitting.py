@@ -40,11 +40,11 @@ class Room(msgspec.Struct, frozen=True):
     """At which it sends and receives."""
 
     @classmethod
-    def of(cls, node: Node) -> Room:
+    def of(cls, node: Node, rate_Bps: float = inf) -> Room:
         profile = CATALOGUE.named(node.machine) if isinstance(node.machine, str) else node.machine
         memory = installed_bytes(node.machine) if node.memory_bytes is None else node.memory_bytes
         usable = None if memory is None else usable_bytes(profile.name, memory)
-        return cls(node.name, profile.name, memory, usable, profile)
+        return cls(node.name, profile.name, memory, usable, profile, rate_Bps)
 
 
 class Fit(msgspec.Struct, frozen=True):

@@ -96,7 +96,7 @@ class Pipeline(Struct, frozen=True):
         entering_bytes = [width * samples * elements for elements in sequential(task).entering]
 
         def fits(stage: int, first: int, end: int, usable: float) -> bool:
-            held = self._held(settings, task, len(machines), (stage, first, end))
+            held = self.held_at(settings, task, len(machines), (stage, first, end))
             return memory_need(task, settings, held, Place(len(machines), samples)).total <= usable
 
         def always(stage: int, first: int, end: int, usable: float) -> bool:
@@ -112,9 +112,10 @@ class Pipeline(Struct, frozen=True):
         """Return what each rank holds."""
         made = self.cut(settings, task, machines)
         stages = [made.stage_of(rank) for rank in range(len(machines))]
-        return [self._held(settings, task, len(machines), (stage, *made.span(stage))) for stage in stages]
+        return [self.held_at(settings, task, len(machines), (stage, *made.span(stage))) for stage in stages]
 
-    def _held(self, settings: Training, task: Task, ranks: int, part: tuple[int, int, int]) -> Held:
+    def held_at(self, settings: Training, task: Task, ranks: int, part: tuple[int, int, int]) -> Held:
+        """Return what a rank holds of a stage: its number, its first block and the one after its last."""
         stage, first, end = part
         stages, samples = self.stages or ranks, self._samples(settings, task, ranks)
         number = ceil(self._batch(settings, task, ranks) / samples)

@@ -86,7 +86,7 @@ def fits_of(
     computing = fastest(costs, sum(batches)) if isinstance(chosen, SingleMachine) else 0
     found, known = [], dict[tuple[object, ...], MemoryNeed]()
     if isinstance(chosen, Pipeline):
-        helds = chosen.held_by_all(settings, own, [_machine(room) for room in rooms])
+        helds = chosen.held_by_all(settings, own, [_machine(room) for room in rooms], elastic=saves)
     else:
         helds = [held_by(chosen, (rank - computing) % ranks, ranks) for rank in range(ranks)]
     for rank, (room, held) in enumerate(zip(rooms, helds, strict=True)):

@@ -47,6 +47,8 @@ class StageHeld(msgspec.Struct, frozen=True):
     """Whose activations it keeps at once."""
     replicas: int = 1
     """The ranks that hold the same stage, and average its gradients."""
+    backups: int = 0
+    """Copies of a stage's parameters and optimizer."""
 
 
 class Held(msgspec.Struct, frozen=True):
@@ -112,11 +114,13 @@ def memory_need(task: Task, settings: Training, held: Held, place: Place) -> Mem
     layout = Layout.of([block.shapes for block in blocks], blocks[0].element_bytes)
     trained = layout.length
     weights = sum(block.element_bytes * (block.length + block.frozen_length) for block in blocks)
-    state = _optimizer_bytes(settings, layout) * trained
+    state = optimizer_bytes(settings, layout) * trained
     copies = 2 if place.mirrored else 1
     compressor = compressor_of(settings, 0, 0)
     payload = sum(compressor.size_bytes(tensor.shape) for tensor in layout.tensors)
     strategy = held.copies * FLOAT_BYTES * trained + held.payloads * payload
+    if stage is not None:
+        strategy += stage.backups * (layout.size_bytes + state)
     alone = place.ranks == 1
     activations = activation_bytes(blocks, place.samples) if stage is None else stage_bytes(task, blocks, stage)
     return MemoryNeed(
@@ -171,7 +175,7 @@ def _activations(block: Block) -> tuple[float, float, float]:
     return block.activations.entering_bytes, block.activations.kept_bytes, block.activations.working_bytes
 
 
-def _optimizer_bytes(settings: Training, layout: Layout) -> int:
+def optimizer_bytes(settings: Training, layout: Layout) -> int:
     """Return the bytes of each trained element's state."""
     arrays = 2 if settings.optimizer == "adamw" else int(settings.momentum != 0)
     return FLOAT_BYTES * (arrays + (layout.element_bytes < FLOAT_BYTES))

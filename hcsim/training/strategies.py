@@ -163,7 +163,7 @@ def recoverable(settings: Training, learner: Learner) -> Recoverable:
 def check_elastic(settings: Training) -> None:
     """Reject, before anything is started, settings that cannot go on with other members."""
     chosen = strategy(settings.strategy)
-    if not (hasattr(chosen, "open") or isinstance(chosen, ParameterServer)):
+    if not (hasattr(chosen, "open") or isinstance(chosen, ParameterServer | Pipeline)):
         raise ConfigError(_FIXED_RANKS.format(settings.strategy))
 
 

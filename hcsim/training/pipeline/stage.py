@@ -82,6 +82,8 @@ class _StageTraining:
         run, parts = self._run, microbatches(self._batch(step), self._of.microbatches)
         if self._averaging is None:
             loss = await self._passes.run(parts, _nothing)
+            for bucket in run.buckets:
+                await run.commit.admit(self._learner.replica.gradients, bucket)
         else:
             weight = sum(map(len, parts)) / sum(run.batches.counts(step))
             exchange = StepExchange(run, self._averaging, step, weight)

@@ -24,6 +24,7 @@ from typing import Annotated, NamedTuple, Protocol
 
 import numpy as np
 from msgspec import Meta, Struct
+from msgspec.structs import replace
 
 from hcsim.collectives.buffers import array_of
 from hcsim.collectives.group import Group
@@ -37,6 +38,7 @@ from hcsim.training.pipeline.schedule import Schedule, most_kept
 from hcsim.training.pipeline.stage import StageRank
 from hcsim.training.task import Task, block_works, sequential
 
+_BACKUPS = 4
 _FLOPS_PS, _BYTES_PS = 1e12, 1e11
 """Of a machine that is not known: only their ratio counts."""
 
@@ -59,11 +61,17 @@ class Pipeline(Struct, frozen=True):
     """Machines compute runs of a model's blocks, and pass microbatches on: for models that do not fit into one.
 
     `stages`: as many as ranks, unless given; the rest are replicas. `schedule`: 1f1b keeps the activations of fewer
-    microbatches than gpipe."""
+    microbatches than gpipe. In a cluster members keep a copy of their neighbour's stage, of every `backup` steps."""
 
     schedule: Schedule = "1f1b"
     microbatches: Annotated[int, Meta(ge=1, le=4096)] = 8
     stages: Annotated[int, Meta(ge=1)] | None = None
+    backup: Annotated[int, Meta(ge=1)] = 16
+
+    def stages_for(self, ranks: int, blocks: int) -> int:
+        """Return the number of stages in a cluster whose members come and go: as many as wanted, or else fewer."""
+        most = min(self.stages or ranks, ranks, blocks)
+        return next(stages for stages in range(most, 0, -1) if ranks % stages == 0)
 
     def check(self, settings: Training, task: Task, ranks: int) -> None:
         """Reject settings and tasks that it cannot train."""
@@ -108,9 +116,15 @@ class Pipeline(Struct, frozen=True):
         assert found is not None
         return found
 
-    def held_by_all(self, settings: Training, task: Task, machines: Sequence[RankMachine]) -> list[Held]:
-        """Return what each rank holds."""
+    def held_by_all(
+        self, settings: Training, task: Task, machines: Sequence[RankMachine], *, elastic: bool = False
+    ) -> list[Held]:
+        """Return what each rank holds. Members of an elastic cluster have backups of two stages, the older ones until
+        the newer ones are everywhere."""
         made = self.cut(settings, task, machines)
+        if elastic:
+            whole = self.held_by_all(settings, task, machines)
+            return [replace(held, stage=replace(held.stage, backups=_BACKUPS)) for held in whole]  # type: ignore[type-var]
         stages = [made.stage_of(rank) for rank in range(len(machines))]
         return [self.held_at(settings, task, len(machines), (stage, *made.span(stage))) for stage in stages]
 

@@ -122,6 +122,9 @@ def memory_need(task: Task, settings: Training, held: Held, place: Place) -> Mem
     if stage is not None:
         strategy += stage.backups * (layout.size_bytes + state)
     alone = place.ranks == 1
+    exchange = 0 if alone else _exchange_bytes(layout, settings)
+    if stage is not None and len(blocks) < len(task.blocks):
+        exchange = max(exchange, KEPT_BYTES + _shared_bytes(task, stage))
     activations = activation_bytes(blocks, place.samples) if stage is None else stage_bytes(task, blocks, stage)
     return MemoryNeed(
         weights=round(copies * held.weights * weights),
@@ -130,7 +133,7 @@ def memory_need(task: Task, settings: Training, held: Held, place: Place) -> Mem
         activations=round(held.activations * activations) if place.samples else 0,
         strategy=round(strategy),
         compression=0 if alone else compression_bytes(compressor, layout, place.ranks),
-        exchange=0 if alone else _exchange_bytes(layout, settings),
+        exchange=exchange,
         checkpoint=2 * (layout.size_bytes + state) if place.saves else 0,
     )
 
@@ -149,6 +152,16 @@ def activation_bytes(blocks: Sequence[Block], samples: int) -> int:
         most_bytes = max(most_bytes, before_bytes + own_bytes + max(samples * working, float(gradient_bytes)))
         before_bytes += samples * entering if block.recompute else own_bytes
     return round(most_bytes)
+
+
+def _shared_bytes(task: Task, stage: StageHeld) -> int:
+    """Return the bytes of the largest parameter that a stage shares with another one, which is received before it is
+    added."""
+    inside = range(stage.first, stage.end)
+    shared = [tie for tie in sequential(task).ties if (tie.owner in inside) != (tie.user in inside)]
+    shapes = {name: shape for tie in shared for name, shape in task.blocks[tie.owner].shapes}
+    width = task.blocks[0].element_bytes
+    return max((width * prod(shapes[tie.tensor]) for tie in shared if tie.tensor in shapes), default=0)
 
 
 def stage_bytes(task: Task, blocks: Sequence[Block], stage: StageHeld) -> int:

@@ -144,6 +144,7 @@ def _changes(settings: Training, what: Task) -> Iterator[tuple[str, Training]]:
     smaller = [_Change(f"--set batch={size}", {"batch": size}) for size in (most // 2, most // 4, 1) if 0 < size < most]
     again = [_Change("--set recompute=true", {"recompute": True})] * (not settings.recompute)
     narrow = [_Change("--set precision=bf16", {"precision": "bf16"})] * (settings.precision == "fp32" and what.phantom)
+    staged = [_Change("--strategy pipeline", {"strategy": "pipeline"})] * ("pipeline" not in settings.strategy)
     plain = [_Change("--set optimizer=sgd", {"optimizer": "sgd"})] * (settings.optimizer != "sgd")
     whole = [_Change("--strategy ddp", {"strategy": "ddp"})] * (settings.strategy not in ("ddp", "hierarchical"))
     thin = []
@@ -152,8 +153,9 @@ def _changes(settings: Training, what: Task) -> Iterator[tuple[str, Training]]:
         thin = [_Change(f"--task {adapted}", {"task": adapted})]
     least = smaller[-1:]
     together = ([*again, *narrow], [*least, *again], [*least, *again, *narrow], [*thin, *again],
-                [*thin, *again, *narrow], [*thin, *least, *again, *narrow])  # fmt: skip
-    each = [[change] for change in (*smaller, *again, *narrow, *whole, *plain, *thin)]
+                [*thin, *again, *narrow], [*thin, *least, *again, *narrow], [*staged, *again],
+                [*staged, *again, *narrow])  # fmt: skip
+    each = [[change] for change in (*smaller, *again, *narrow, *whole, *plain, *thin, *staged)]
     for changes in (*each, *(several for several in together if len(several) > 1)):
         fields = {name: value for change in changes for name, value in change.fields.items()}
         yield " ".join(change.words for change in changes), replace(settings, **fields)

@@ -69,9 +69,11 @@ class Pipeline(Struct, frozen=True):
     backup: Annotated[int, Meta(ge=1)] = 16
 
     def stages_for(self, ranks: int, blocks: int) -> int:
-        """Return the number of stages in a cluster whose members come and go: as many as wanted, or else fewer."""
-        most = min(self.stages or ranks, ranks, blocks)
-        return next(stages for stages in range(most, 0, -1) if ranks % stages == 0)
+        """Return the number of stages in a cluster whose members come and go: as many as wanted, or else more, which
+        hold less each. Only if there are too few ranks or blocks for that there are fewer."""
+        possible = [stages for stages in range(1, min(ranks, blocks) + 1) if ranks % stages == 0]
+        wanted = self.stages or ranks
+        return next((stages for stages in possible if stages >= wanted), possible[-1])
 
     def check(self, settings: Training, task: Task, ranks: int) -> None:
         """Reject settings and tasks that it cannot train."""

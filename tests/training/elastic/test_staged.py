@@ -9,6 +9,7 @@ from msgspec.structs import replace
 
 from hcsim.compressors.base import Array
 from hcsim.config import Cluster, Crash, Restart, Scenario, Training
+from hcsim.errors import TrainingError
 from hcsim.launch.virtual_cluster import simulate_cluster
 from hcsim.training import tasks
 from hcsim.training.data import Batches
@@ -114,3 +115,25 @@ def test_members_that_all_stop_go_on_from_the_checkpoints_of_their_blocks(calm: 
     assert min(again) > 1
     assert seen.model is not None
     assert seen.model.tobytes() == by_one_process(seen.ranks).tobytes()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("lost", "in_a_row"), [((1, 2), True), ((1, 3), False)])
+def test_training_ends_with_the_names_of_blocks_whose_only_copies_are_lost(
+    lost: tuple[int, int], in_a_row: bool
+) -> None:
+    """Ranks have the stages in their order, as machines are alike; of five members three are a majority."""
+    settings = replace(SETTINGS, task="transformer:layers=8,width=256,tokens=64", steps=40)
+    calm = Steps()
+    outcome = simulate_cluster(cluster(5), settings, observer=calm)
+    at_s = outcome.seconds - (calm.time_s[settings.steps] - calm.time_s[13])
+    ranks = {report.rank: node.name for report, node in zip(outcome.values(), cluster(5).nodes, strict=True)}
+    faults = [Crash(at_s=Seconds(at_s), node=ranks[rank]) for rank in lost]
+    left = [
+        result for result in simulate_cluster(cluster(5, *faults), settings).results if "Crashed" not in repr(result)
+    ]
+    assert len(left) == 3
+    if in_a_row:
+        assert all(isinstance(result, TrainingError) and "blocks 2 were on machines" in str(result) for result in left)
+    else:
+        assert all(isinstance(result, Report) and result.steps == settings.steps for result in left)

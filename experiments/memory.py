@@ -3,10 +3,11 @@
     python -m experiments.memory
     python -m experiments.memory --device cuda --only "gpt2:tokens=512 resnet50 vit-b16"
 
-Two ranks train torch modules of the same shapes as a task's, with data parallelism, each in a process of its own. The
-last rank, which evaluates nothing, says what it has used at most from the moment before it builds the model on: on a
-processor its resident memory (Linux tells the peak), on CUDA what torch has allocated there. The prediction is
-`hcsim.training.memory`'s, from shapes alone. No time is measured, so that the machine may have other things to do.
+Two ranks train torch modules of the same shapes as a task's, with data parallelism or as two stages of a pipeline, each
+in a process of its own. The last rank, which evaluates nothing, says what it has used at most from the moment before it
+builds the model on: on a processor its resident memory (Linux tells the peak), on CUDA what torch has allocated there.
+The prediction is `hcsim.training.memory`'s, from shapes alone. No time is measured, so that the machine may have other
+things to do.
 """
 
 from __future__ import annotations
@@ -36,9 +37,13 @@ from hcsim.collectives.select import Options
 from hcsim.config import Training
 from hcsim.config.training import read_spec
 from hcsim.training.memory import FRAMEWORK_BYTES, Held, MemoryNeed, Place, memory_need
+from hcsim.training.pipeline.strategy import Pipeline
 from hcsim.training.precision import prepared
-from hcsim.training.task import Defaults
+from hcsim.training.run import Point, Run
+from hcsim.training.strategies import strategy
+from hcsim.training.task import Defaults, Tie
 from hcsim.training.tasks import TASKS, task
+from hcsim.training.tasks.torch_stage import TorchStage
 from hcsim.training.tasks.torch_task import Dataset, NetworkSpec, TorchTask
 from hcsim.training.tasks.transformer import Architecture, Gpt2, Transformer
 from hcsim.training.tasks.vision import ResNet18, ResNet50, ViTBase, ViTSmall
@@ -173,7 +178,7 @@ def torch_task(spec: str, samples: int) -> TorchTask:
         of = figures.architecture if isinstance(figures, Gpt2) else _architecture(figures)
         codes = torch.randint(0, of.vocabulary, (samples, figures.tokens + 1))
         data = Dataset(codes[:, :-1].contiguous(), codes[:, 1:].contiguous())
-        return _task(spec, lambda: decoder(of), data)
+        return _task(spec, lambda: decoder(of), data, (Tie("0.tokens.weight", 0, of.depth + 1),))
     if not isinstance(figures, ViTBase | ViTSmall | ResNet18 | ResNet50):
         raise typer.BadParameter(f"{spec}: there are no torch modules of it here", param_hint="--only")
     images = Dataset(torch.rand(samples, 3, figures.side, figures.side), torch.randint(0, 1000, (samples,)))
@@ -190,9 +195,9 @@ def _architecture(of: Transformer) -> Architecture:
     return Architecture(of.layers, of.width, of.vocabulary, of.heads or 0, positions=of.tokens)
 
 
-def _task(spec: str, modules: Any, data: Dataset) -> TorchTask:
+def _task(spec: str, modules: Any, data: Dataset, ties: tuple[Tie, ...] = ()) -> TorchTask:
     held_out = Dataset(data.inputs[:1], data.targets[:1])
-    return TorchTask(spec, NetworkSpec(modules, 1.0), data, held_out, Defaults(0.01, 0.9, 1))
+    return TorchTask(spec, NetworkSpec(modules, 1.0, ties), data, held_out, Defaults(0.01, 0.9, 1))
 
 
 # A rank's process.
@@ -207,32 +212,58 @@ class Cell(msgspec.Struct, frozen=True):
     optimizer: str
     recompute: bool
     ports: tuple[int, ...]
+    strategy: str = "ddp"
 
     @property
     def settings(self) -> Training:
         return Training(
-            task=self.spec, steps=STEPS, batch=self.batch, optimizer=self.optimizer, recompute=self.recompute,  # type: ignore[arg-type]
+            task=self.spec, strategy=self.strategy, steps=STEPS,
+             batch=self.batch, optimizer=self.optimizer, recompute=self.recompute,  # type: ignore[arg-type]
             lr=1e-4, momentum=0.9 if self.optimizer == "sgd" else None, timeout_s=PositiveSeconds(300),
         )  # fmt: skip
 
 
-async def as_rank(cell: Cell, rank: int) -> int:
+class Measured(msgspec.Struct, frozen=True):
+    """What a rank has used, and the blocks that it has computed."""
+
+    peak_bytes: int
+    first: int
+    end: int
+
+
+class _Blocks:
+    """Notes which blocks the rank computes."""
+
+    def __init__(self) -> None:
+        self.span = 0, 0
+
+    def point(self, rank: int, point: Point) -> None:
+        """Called after each step."""
+
+    def finished(self, run: Run) -> None:
+        """Note them."""
+        task = run.learner.task
+        self.span = (task.first, task.end) if isinstance(task, TorchStage) else (0, len(task.blocks))
+
+
+async def as_rank(cell: Cell, rank: int) -> Measured:
     torch.manual_seed(1)
     what = torch_task(cell.spec, RANKS * cell.batch)
+    blocks = _Blocks()
     peers = [f"127.0.0.1:{port}" for port in cell.ports]
     async with real_group(rank, peers, device=cell.device, options=Options(timeout_s=300.0)) as group:
         await group.barrier()
         if cell.device == "cuda":
             torch.cuda.reset_peak_memory_stats()
-            await train(group, cell.settings, 1, what=what)
-            return torch.cuda.max_memory_allocated()
+            await train(group, cell.settings, 1, blocks, what)
+            return Measured(torch.cuda.max_memory_allocated(), *blocks.span)
         reset_peak()
         before = peak_bytes() or 0
-        await train(group, cell.settings, 1, what=what)
-        return (peak_bytes() or 0) - before
+        await train(group, cell.settings, 1, blocks, what)
+        return Measured((peak_bytes() or 0) - before, *blocks.span)
 
 
-def measured(cell: Cell) -> int:
+def measured(cell: Cell) -> Measured:
     """Return the peak of the last rank."""
     # Large arrays come from the system and go back to it, so that what is resident is what is in use.
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(1 << 16), "MALLOC_TRIM_THRESHOLD_": str(1 << 16)}
@@ -247,13 +278,16 @@ def measured(cell: Cell) -> int:
         for rank in ranks:
             rank.kill()
             rank.wait()
-    return int(said[-1])
+    return msgspec.json.decode(said[-1], type=Measured)
 
 
-def predicted(cell: Cell) -> MemoryNeed:
-    settings = cell.settings
-    own = prepared(task(cell.spec), settings)
-    return memory_need(own, settings, Held(), Place(RANKS, cell.batch, mirrored=cell.device != "cpu"))
+def predicted(cell: Cell, found: Measured) -> MemoryNeed:
+    """Return what the last rank needs to compute these blocks."""
+    settings, held = cell.settings, Held()
+    own, chosen = prepared(task(cell.spec), settings), strategy(cell.strategy)
+    if isinstance(chosen, Pipeline):
+        held = chosen.held_at(settings, own, RANKS, (RANKS - 1, found.first, found.end))
+    return memory_need(own, settings, held, Place(RANKS, cell.batch, mirrored=cell.device != "cpu"))
 
 
 def on_device(need: MemoryNeed) -> int:
@@ -272,25 +306,30 @@ def main(
     device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
     only: Annotated[str, typer.Option(help="Tasks by shape, joined by spaces.")] = " ".join(USUAL),
     batch: Annotated[int, typer.Option(help="Samples of each rank.", min=1)] = 8,
+    strategies: Annotated[str, typer.Option(help="Joined by spaces.")] = "ddp pipeline",
     json: Annotated[str | None, typer.Option(help="A file for the figures.")] = None,
 ) -> None:
     """Compare predicted with measured memory."""
     asked.check_json(json)
     table = Table(box=box.SIMPLE)
-    for heading in ("task", "optimizer", "recompute", "predicted", "measured", "error"):
-        table.add_column(heading, justify="left" if heading in ("task", "optimizer", "recompute") else "right")
+    names = ("task", "strategy", "optimizer", "recompute")
+    for heading in (*names, "predicted", "measured", "error"):
+        table.add_column(heading, justify="left" if heading in names else "right")
     rows = []
     for spec in only.split():
         usual = Cell(spec, batch, device, "sgd", False, ())
-        for cell in (usual, replace(usual, optimizer="adamw"), replace(usual, recompute=True)):
-            need = predicted(cell)
+        staged = [replace(usual, strategy=f"pipeline:{schedule},microbatches=4") for schedule in ("1f1b", "gpipe")]
+        whole = [usual, replace(usual, optimizer="adamw"), replace(usual, recompute=True)]
+        for cell in (each for each in (*whole, *staged) if each.strategy.partition(":")[0] in strategies.split()):
+            measurement = measured(replace(cell, ports=free_ports()))
+            need, found = predicted(cell, measurement), measurement.peak_bytes
             expected = on_device(need) if device == "cuda" else need.total - FRAMEWORK_BYTES
-            found = measured(replace(cell, ports=free_ports()))
             error = expected / found - 1
             rows.append({**msgspec.to_builtins(cell), "predicted": expected, "measured": found, "parts": need.parts})
             sizes = (f"{each / (1 << 20):.1f} MiB" for each in (expected, found))
-            table.add_row(spec, cell.optimizer, str(cell.recompute).lower(), *sizes, f"{100 * error:+.1f} %")
-            print(spec, cell.optimizer, cell.recompute, f"{100 * error:+.1f} %", file=sys.stderr, flush=True)
+            what = cell.strategy, cell.optimizer, str(cell.recompute).lower()
+            table.add_row(spec, *what, *sizes, f"{100 * error:+.1f} %")
+            print(spec, *what, f"{100 * error:+.1f} %", file=sys.stderr, flush=True)
     Console().print(table)
     if json is not None:
         with open(json, "wb") as file:
@@ -299,6 +338,7 @@ def main(
 
 if __name__ == "__main__":
     if sys.argv[1:2] == [RANK]:
-        print(asyncio.run(as_rank(msgspec.json.decode(sys.argv[2], type=Cell), int(sys.argv[3]))))
+        outcome = asyncio.run(as_rank(msgspec.json.decode(sys.argv[2], type=Cell), int(sys.argv[3])))
+        print(msgspec.json.encode(outcome).decode())
     else:
         asked.run(main)

@@ -20,7 +20,7 @@ IGNORED = "--set ignore_memory=true"
 
 def check_nodes(scenario: Scenario, settings: Training, *, saves: bool, ignored: bool) -> None:
     """Refuse a training that does not fit into the memory of the scenario's machines, and show what would."""
-    rooms = [Room.of(node) for node in scenario.nodes]
+    rooms = [Room.of(node, rate_Bps=scenario.line_rate_bps(node) / 8) for node in scenario.nodes]
     _check(settings, rooms, fits_of(settings, rooms, saves=saves), ignored=ignored)
 
 

@@ -39,8 +39,13 @@ class ConsoleReporter:
 
     def finished(self, run: Run) -> None:
         """Save the model of a rank that has finished."""
-        parameters = run.learner.replica.parameters
-        if self._save is not None and run.group.rank == run.lead and not isinstance(parameters, Phantom):
+        parameters = run.parameters
+        if (
+            self._save is not None
+            and parameters is not None
+            and run.group.rank == run.lead
+            and not isinstance(parameters, Phantom)
+        ):
             settings = run.settings
             about = {"strategy": settings.strategy, "compressor": settings.compressor, "steps": str(settings.steps)}
             save_model(self._save, run.task, parameters, about)

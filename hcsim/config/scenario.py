@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Container
+from math import inf
 from typing import Annotated, Literal
 
 from msgspec import Meta, field
@@ -179,6 +180,16 @@ class Scenario(Table, frozen=True):
         for rank, node in enumerate(self.nodes):
             ranks.setdefault(node.home, []).append(rank)
         return tuple(map(tuple, ranks.values()))
+
+    def line_rate_bps(self, node: Node) -> float:
+        """Return the nominal rate of the node's fastest interface; infinite where none is known."""
+        media = {medium.name: medium for medium in self.media}
+        rates = []
+        for link in node.links:
+            medium = media.get(link.medium)
+            rate = link.rate_bps or getattr(medium, "rate_bps", None) or getattr(medium, "phy_rate_bps", None)
+            rates += [float(rate)] if rate else []
+        return max(rates, default=inf)
 
 
 def idealised(scenario: Scenario) -> Scenario:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from math import inf
 from typing import Any, NamedTuple
 
 import msgspec
@@ -17,6 +18,7 @@ from hcsim.runtime.work_time import seconds
 from hcsim.training.balance import UNKNOWN, StepCost, assumed, fastest, predicted, shares
 from hcsim.training.learner import step_work
 from hcsim.training.memory import MemoryNeed, Place, memory_need
+from hcsim.training.pipeline.strategy import Pipeline, RankMachine
 from hcsim.training.precision import prepared
 from hcsim.training.strategies import SingleMachine, completed, held_by, strategy
 from hcsim.training.task import Task
@@ -34,13 +36,15 @@ class Room(msgspec.Struct, frozen=True):
     usable_bytes: int | None
     profile: Machine | None = None
     """How fast the machine is, where that is known."""
+    rate_Bps: float = inf
+    """At which it sends and receives."""
 
     @classmethod
-    def of(cls, node: Node) -> Room:
+    def of(cls, node: Node, rate_Bps: float = inf) -> Room:
         profile = CATALOGUE.named(node.machine) if isinstance(node.machine, str) else node.machine
         memory = installed_bytes(node.machine) if node.memory_bytes is None else node.memory_bytes
         usable = None if memory is None else usable_bytes(profile.name, memory)
-        return cls(node.name, profile.name, memory, usable, profile)
+        return cls(node.name, profile.name, memory, usable, profile, rate_Bps)
 
 
 class Fit(msgspec.Struct, frozen=True):
@@ -81,14 +85,23 @@ def fits_of(
     costs = _costs(own, rooms, sum(batches) // ranks)
     computing = fastest(costs, sum(batches)) if isinstance(chosen, SingleMachine) else 0
     found, known = [], dict[tuple[object, ...], MemoryNeed]()
-    for rank, room in enumerate(rooms):
-        held = held_by(chosen, (rank - computing) % ranks, ranks)
+    if isinstance(chosen, Pipeline):
+        helds = chosen.held_by_all(settings, own, [_machine(room) for room in rooms], elastic=saves)
+    else:
+        helds = [held_by(chosen, (rank - computing) % ranks, ranks) for rank in range(ranks)]
+    for rank, (room, held) in enumerate(zip(rooms, helds, strict=True)):
         samples = {"own": batches[rank], "all": sum(batches), "nothing": 0}[held.computes]
         place = Place(ranks, samples, saves and not rank, mirrored)
         if (held, place) not in known:
             known[held, place] = memory_need(own, settings, held, place)
         found.append(Fit(room, known[held, place]))
     return found
+
+
+def _machine(room: Room) -> RankMachine:
+    profile = room.profile
+    usable = inf if room.usable_bytes is None else room.usable_bytes
+    return RankMachine(lambda work: None if profile is None else seconds(profile, work), usable, room.rate_Bps)
 
 
 def _batches(settings: Training, what: Task, rooms: Sequence[Room]) -> tuple[int, ...]:
@@ -131,6 +144,7 @@ def _changes(settings: Training, what: Task) -> Iterator[tuple[str, Training]]:
     smaller = [_Change(f"--set batch={size}", {"batch": size}) for size in (most // 2, most // 4, 1) if 0 < size < most]
     again = [_Change("--set recompute=true", {"recompute": True})] * (not settings.recompute)
     narrow = [_Change("--set precision=bf16", {"precision": "bf16"})] * (settings.precision == "fp32" and what.phantom)
+    staged = [_Change("--strategy pipeline", {"strategy": "pipeline"})] * ("pipeline" not in settings.strategy)
     plain = [_Change("--set optimizer=sgd", {"optimizer": "sgd"})] * (settings.optimizer != "sgd")
     whole = [_Change("--strategy ddp", {"strategy": "ddp"})] * (settings.strategy not in ("ddp", "hierarchical"))
     thin = []
@@ -139,8 +153,9 @@ def _changes(settings: Training, what: Task) -> Iterator[tuple[str, Training]]:
         thin = [_Change(f"--task {adapted}", {"task": adapted})]
     least = smaller[-1:]
     together = ([*again, *narrow], [*least, *again], [*least, *again, *narrow], [*thin, *again],
-                [*thin, *again, *narrow], [*thin, *least, *again, *narrow])  # fmt: skip
-    each = [[change] for change in (*smaller, *again, *narrow, *whole, *plain, *thin)]
+                [*thin, *again, *narrow], [*thin, *least, *again, *narrow], [*staged, *again],
+                [*staged, *again, *narrow])  # fmt: skip
+    each = [[change] for change in (*smaller, *again, *narrow, *whole, *plain, *thin, *staged)]
     for changes in (*each, *(several for several in together if len(several) > 1)):
         fields = {name: value for change in changes for name, value in change.fields.items()}
         yield " ".join(change.words for change in changes), replace(settings, **fields)

@@ -79,7 +79,7 @@ class Learner:
                 part = TaskPart(part_of(self.task, "backward", block), len(batch))
                 work = replace(backward_work(self.task.blocks[block], len(batch)), part=part)
                 backward = partial(self.replica.backward, block)
-                await self.run(work, backward, f"backward {block}", self._gradients_of(block))
+                await self.run(work, backward, f"backward {block}", self.gradients_of(block))
             if ready is not None:
                 await ready(block)
         return loss
@@ -110,7 +110,7 @@ class Learner:
         with self.ledger.spent_on("compute", name):
             return await self.host.device.run(work, function, into)
 
-    def _gradients_of(self, block: int) -> memoryview | None:
+    def gradients_of(self, block: int) -> memoryview | None:
         tensors, gradients = self.layout.blocks[block], self.replica.gradients
         if isinstance(gradients, Phantom) or not tensors:
             return None

@@ -29,11 +29,26 @@ from hcsim.compressors.powersgd import PowerSGD
 from hcsim.config.training import Training
 from hcsim.training.layout import FLOAT_BYTES, Layout
 from hcsim.training.precision import compressor_of
-from hcsim.training.task import Block, Task
+from hcsim.training.task import Block, Task, sequential, stage_blocks
 
 FRAMEWORK_BYTES = 300 << 20
 """What a process occupies that has imported this package and torch, and has trained nothing (`python -m
 experiments.memory` measures it)."""
+
+
+class StageHeld(msgspec.Struct, frozen=True):
+    """What a stage of a pipeline holds."""
+
+    first: int
+    end: int
+    samples: int
+    """In a microbatch."""
+    microbatches: int
+    """Whose activations it keeps at once."""
+    replicas: int = 1
+    """The ranks that hold the same stage, and average its gradients."""
+    backups: int = 0
+    """Copies of a stage's parameters and optimizer."""
 
 
 class Held(msgspec.Struct, frozen=True):
@@ -50,6 +65,8 @@ class Held(msgspec.Struct, frozen=True):
     """Further encoded gradients."""
     computes: Literal["own", "all", "nothing"] = "own"
     """The batches that the rank computes with."""
+    stage: StageHeld | None = None
+    """The run of blocks that the rank holds; None: all of them."""
 
 
 class MemoryNeed(msgspec.Struct, frozen=True):
@@ -89,24 +106,34 @@ class Place(msgspec.Struct, frozen=True):
 
 def memory_need(task: Task, settings: Training, held: Held, place: Place) -> MemoryNeed:
     """Return what a rank needs to train the task, which is as its settings want it (`precision.prepared`)."""
-    blocks = task.blocks
+    blocks: Sequence[Block] = task.blocks
+    stage = held.stage
+    if stage is not None:
+        blocks = stage_blocks(task, stage.first, stage.end)
+        place = msgspec.structs.replace(place, ranks=stage.replicas)
     layout = Layout.of([block.shapes for block in blocks], blocks[0].element_bytes)
     trained = layout.length
     weights = sum(block.element_bytes * (block.length + block.frozen_length) for block in blocks)
-    state = _optimizer_bytes(settings, layout) * trained
+    state = optimizer_bytes(settings, layout) * trained
     copies = 2 if place.mirrored else 1
     compressor = compressor_of(settings, 0, 0)
     payload = sum(compressor.size_bytes(tensor.shape) for tensor in layout.tensors)
     strategy = held.copies * FLOAT_BYTES * trained + held.payloads * payload
+    if stage is not None:
+        strategy += stage.backups * (layout.size_bytes + state)
     alone = place.ranks == 1
+    exchange = 0 if alone else _exchange_bytes(layout, settings)
+    if stage is not None and len(blocks) < len(task.blocks):
+        exchange = max(exchange, KEPT_BYTES + _shared_bytes(task, stage))
+    activations = activation_bytes(blocks, place.samples) if stage is None else stage_bytes(task, blocks, stage)
     return MemoryNeed(
         weights=round(copies * held.weights * weights),
         gradients=round(copies * held.gradients * layout.size_bytes),
         optimizer=round(held.optimizer * state),
-        activations=round(held.activations * activation_bytes(blocks, place.samples)) if place.samples else 0,
+        activations=round(held.activations * activations) if place.samples else 0,
         strategy=round(strategy),
         compression=0 if alone else compression_bytes(compressor, layout, place.ranks),
-        exchange=0 if alone else _exchange_bytes(layout, settings),
+        exchange=exchange,
         checkpoint=2 * (layout.size_bytes + state) if place.saves else 0,
     )
 
@@ -127,6 +154,32 @@ def activation_bytes(blocks: Sequence[Block], samples: int) -> int:
     return round(most_bytes)
 
 
+def _shared_bytes(task: Task, stage: StageHeld) -> int:
+    """Return the bytes of the largest parameter that a stage shares with another one, which is received before it is
+    added."""
+    inside = range(stage.first, stage.end)
+    shared = [tie for tie in sequential(task).ties if (tie.owner in inside) != (tie.user in inside)]
+    shapes = {name: shape for tie in shared for name, shape in task.blocks[tie.owner].shapes}
+    width = task.blocks[0].element_bytes
+    return max((width * prod(shapes[tie.tensor]) for tie in shared if tie.tensor in shapes), default=0)
+
+
+def stage_bytes(task: Task, blocks: Sequence[Block], stage: StageHeld) -> int:
+    """Return what activations occupy in a stage of a pipeline: those of the microbatch whose backward pass it is, of
+    the others under way, and what is sent and received meanwhile.
+
+    One activation and one gradient are received ahead of their turn, and one of each may still be on its way out."""
+    entering = sequential(task).entering
+    width = task.blocks[0].element_bytes
+    others = stage.samples * sum(
+        each[0] if block.recompute else each[1] if block.is_trained else 0.0
+        for block, each in zip(blocks, map(_activations, blocks), strict=True)
+    )
+    ends = [bound for bound in (stage.first, stage.end) if 0 < bound < len(entering)]
+    moving = 2 * stage.samples * width * sum(entering[bound] for bound in ends)
+    return round((stage.microbatches - 1) * others) + activation_bytes(blocks, stage.samples) + moving
+
+
 def _activations(block: Block) -> tuple[float, float, float]:
     """Return what enters, what is kept, and the gradients, in bytes for one sample."""
     if block.activations is None:
@@ -135,7 +188,7 @@ def _activations(block: Block) -> tuple[float, float, float]:
     return block.activations.entering_bytes, block.activations.kept_bytes, block.activations.working_bytes
 
 
-def _optimizer_bytes(settings: Training, layout: Layout) -> int:
+def optimizer_bytes(settings: Training, layout: Layout) -> int:
     """Return the bytes of each trained element's state."""
     arrays = 2 if settings.optimizer == "adamw" else int(settings.momentum != 0)
     return FLOAT_BYTES * (arrays + (layout.element_bytes < FLOAT_BYTES))

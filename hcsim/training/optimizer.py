@@ -176,13 +176,22 @@ def clip(gradients: Flat, max_norm: float) -> float:
     Only for averaged gradients: clipping before the mean would change the mean."""
     if isinstance(gradients, Phantom):
         return float("nan")
+    norm = sqrt(sum_of_squares(gradients))
+    shrink(gradients, norm, max_norm)
+    return norm
+
+
+def sum_of_squares(gradients: Array) -> float:
     # Partial sums in a fixed order and in double precision: every rank gets the same bits.
     chunks = (gradients[at : at + CHUNK].astype(np.float64) for at in range(0, len(gradients), CHUNK))
-    norm = sqrt(sum(float(np.sum(chunk * chunk)) for chunk in chunks))
+    return sum(float(np.sum(chunk * chunk)) for chunk in chunks)
+
+
+def shrink(gradients: Array, norm: float, max_norm: float) -> None:
+    """Scale gradients, or a part of them, whose norm is `norm` together."""
     # The addend is torch's, against a division by zero.
     if (scale := max_norm / (norm + 1e-6)) < 1:
         gradients *= np.float32(scale)
-    return norm
 
 
 def scaled_lr(base: float, world: int, step: int, warmup_steps: int = 0) -> float:

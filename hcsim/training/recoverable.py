@@ -132,7 +132,8 @@ class Replicated(Recoverable):
         aggregator = self._aggregator(run)
         for step in run.steps():
             await run.rebalance(EVERY_STEPS)
-            exchange = _StepExchange(run, aggregator, step)
+            counts = run.batches.counts(step)
+            exchange = StepExchange(run, aggregator, step, counts[run.group.rank] / sum(counts))
             loss = await run.learner.gradients(run.batches.batch(step, run.group.rank), exchange.ready)
             with run.learner.ledger.spent_on("exchange"):
                 await exchange.done()
@@ -282,15 +283,15 @@ class Periodic(Recoverable):
         await run.group.host.device.touch(2 * run.learner.replica.parameters.nbytes)
 
 
-class _StepExchange:
+class StepExchange:
     """The buckets of one step; each is exchanged once its blocks are computed."""
 
-    def __init__(self, run: Run, aggregator: Aggregator, step: int) -> None:
-        counts = run.batches.counts(step)
+    def __init__(self, run: Run, aggregator: Aggregator, step: int, weight: float) -> None:
+        """`weight` is this rank's share of the average."""
         self._run = run
         self._aggregator = aggregator
         self._step = step
-        self._weight = counts[run.group.rank] / sum(counts)
+        self._weight = weight
         self._closing = {bucket.blocks[-1]: bucket for bucket in run.buckets}
         self._pending: list[asyncio.Task[None]] = []
 

@@ -10,6 +10,7 @@ others; real ranks that wait for its part of the next step do not know the reaso
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property, partial
 from typing import Protocol
 
@@ -157,6 +158,15 @@ class Update(msgspec.Struct, frozen=True):
     loss: float
 
 
+class Whole(msgspec.Struct):
+    """A model that no rank holds: what was last put together of its parts."""
+
+    parameters: Flat | None = None
+    """On the rank that evaluates."""
+    sha256: str | None = None
+    """On all ranks, at the end."""
+
+
 class Commit:
     """How the ranks of a run agree that a step counts. This base class serves fixed ranks: every exchanged update
     counts. Members of a cluster vote."""
@@ -203,6 +213,8 @@ class Run:
         """An update that was exchanged, and may already count on other ranks."""
         self.other_sent_bytes = 0
         """Bytes that a strategy sends over channels outside the group, headers included."""
+        self.whole: Whole | None = None
+        """The model, where ranks hold parts of it."""
         self._start_s = group.host.clock.elapsed()
         self._sent_before = group.wire_bytes
         self._evaluating_s = 0.0
@@ -278,7 +290,7 @@ class Run:
         """Record that step number `step` (from 1) is done. The first rank evaluates periodically, and after the last
         step."""
         elapsed_s, sent_bytes = self.elapsed_s, self.sent_bytes
-        due = step % self.settings.evaluate_every == 0 or step == self.settings.steps
+        due = self.is_due(step)
         score = await self._evaluate() if due and self.group.rank == self.lead else None
         spent_s = self._meter.lap(elapsed_s)
         if self.balance is not None:
@@ -288,6 +300,25 @@ class Run:
         self._meter.note(self.points[-1], spent_s)
         if self.observer is not None:
             self.observer.point(self.group.rank, self.points[-1])
+
+    def is_due(self, step: int) -> bool:
+        """Return whether the model is evaluated after this many steps."""
+        return step % self.settings.evaluate_every == 0 or step == self.settings.steps
+
+    @contextmanager
+    def unaccounted(self) -> Iterator[None]:
+        """Leave out what this block takes and sends, as evaluations are."""
+        before_s, before_bytes = self.group.host.clock.elapsed(), self.group.wire_bytes
+        try:
+            yield
+        finally:
+            self._evaluating_s += self.group.host.clock.elapsed() - before_s
+            self._sent_before += self.group.wire_bytes - before_bytes
+
+    @property
+    def parameters(self) -> Flat | None:
+        """The whole model's, on the rank that evaluates at least."""
+        return self.learner.replica.parameters if self.whole is None else self.whole.parameters
 
     @property
     def elapsed_s(self) -> float:
@@ -308,7 +339,7 @@ class Run:
             self.sent_bytes,
             dict(self.learner.ledger.seconds),
             tuple(self.points),
-            digest(self.learner.replica.parameters),
+            digest(self.learner.replica.parameters) if self.whole is None else self.whole.sha256,
             None if self.balance is None else self._share,
         )
 
@@ -321,10 +352,10 @@ class Run:
         return Share(batches.batch_sizes[rank], turns.counts[rank], turns.every)
 
     async def _evaluate(self) -> Score | None:
-        before_s = self.group.host.clock.elapsed()
+        before_s, parameters = self.group.host.clock.elapsed(), self.parameters
+        if parameters is None:
+            return None
         with self.learner.ledger.pace.work():
-            score = await self.group.host.device.run(
-                _NO_WORK, partial(self.task.score, self.learner.replica.parameters)
-            )
+            score = await self.group.host.device.run(_NO_WORK, partial(self.task.score, parameters))
         self._evaluating_s += self.group.host.clock.elapsed() - before_s
         return score

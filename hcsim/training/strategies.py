@@ -19,6 +19,7 @@ from hcsim.training.optimizer import AdamW, Optimizer, Sgd
 from hcsim.training.parameter_server.rounds import ServerPolicy
 from hcsim.training.parameter_server.strategy import check_place
 from hcsim.training.parameter_server.strategy import train as serve_and_work
+from hcsim.training.pipeline.strategy import Pipeline
 from hcsim.training.precision import prepared
 from hcsim.training.recoverable import HierarchicalReplicated, OneComputes, Pace, Periodic, Recoverable, Replicated
 from hcsim.training.run import Run
@@ -129,6 +130,7 @@ STRATEGIES: Registry[type[Struct]] = Registry(
         "local_sgd": LocalSgd,
         "diloco": DiLoCo,
         "parameter_server": ParameterServer,
+        "pipeline": Pipeline,
     },
 )
 """Each is a `Strategy` or a `FixedRanks`; a cluster has its own implementation of the parameter server."""
@@ -161,7 +163,7 @@ def recoverable(settings: Training, learner: Learner) -> Recoverable:
 def check_elastic(settings: Training) -> None:
     """Reject, before anything is started, settings that cannot go on with other members."""
     chosen = strategy(settings.strategy)
-    if not (hasattr(chosen, "open") or isinstance(chosen, ParameterServer)):
+    if not (hasattr(chosen, "open") or isinstance(chosen, ParameterServer | Pipeline)):
         raise ConfigError(_FIXED_RANKS.format(settings.strategy))
 
 
@@ -188,6 +190,8 @@ def completed(settings: Training, what: Task, ranks: int) -> Training:
     check_place(settings, has_server=isinstance(strategy(settings.strategy), ParameterServer))
     if isinstance(settings.batch, tuple) and len(settings.batch) != ranks:
         raise ConfigError(f"batch = {list(settings.batch)}: {len(settings.batch)} batch sizes for {ranks} ranks")
+    if isinstance(chosen := strategy(settings.strategy), Pipeline):
+        chosen.check(settings, what, ranks)
     return replace(
         settings,
         batch=usual.batch if settings.batch is None else settings.batch,

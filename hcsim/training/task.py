@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 from math import prod
-from typing import Literal, Protocol, TypeAlias
+from typing import Literal, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 from msgspec.structs import replace
 
+from hcsim.errors import ConfigError
 from hcsim.runtime.channel import Phantom
 from hcsim.runtime.host import KernelGroup, Work
 from hcsim.training.layout import FLOAT_BYTES, Layout
@@ -164,6 +165,77 @@ class Task(Protocol):
         """Evaluate a model with these parameters on held-out data; return None if there is none."""
 
 
+class Tie(NamedTuple):
+    """A parameter of one block that another block computes with too, as a head does with an embedding's matrix."""
+
+    tensor: str
+    owner: int
+    user: int
+
+
+class StageReplica(Replica, Protocol):
+    """One rank's run of a model's blocks, through which several microbatches go at a time.
+
+    Blocks are counted from the first of the run. An activation is a flat array, sample by sample."""
+
+    def forward_stage(
+        self, number: int, batch: Indices, entering: Flat | None, share: float
+    ) -> tuple[float, Flat | None]:
+        """Compute microbatch `number` of a step with what the blocks before gave, and keep what its backward pass
+        needs. The first run of blocks takes the samples themselves, and no array.
+
+        Return the mean loss and nothing, if these are the model's last blocks; otherwise not a number, and what
+        leaves. `share` is what the microbatch's mean loss counts in that of the whole batch."""
+
+    def backward_stage(self, number: int, block: int, leaving: Flat | None, *, last: bool) -> Flat | None:
+        """Add a block's gradients of this microbatch to the others, from the last block to the first. `leaving` is the
+        gradient of what left, for the last block, unless it ends in the loss. With the step's last microbatch the
+        gradients are complete.
+
+        Return the gradient of what entered, of the first block, if the blocks before need it."""
+
+
+@runtime_checkable
+class Sequential(Protocol):
+    """A task whose blocks are a chain: each computes with the result of the one before, and nothing else."""
+
+    @property
+    def entering(self) -> Sequence[int]:
+        """By block, the elements of its input for one sample; what enters the first block is data."""
+
+    @property
+    def ties(self) -> Sequence[Tie]: ...
+
+    def stage(self, first: int, end: int) -> Task:
+        """Return the task of the blocks from `first` to before `end`, whose replicas are `StageReplica`s.
+
+        A block that shares a parameter of a block outside has a copy of it, as its last tensor."""
+
+
+def sequential(task: Task) -> Sequential:
+    """Return the task, if it can be cut into runs of blocks."""
+    if not isinstance(task, Sequential):
+        raise ConfigError(f"{task.name} cannot be cut into stages: its blocks are not a chain")
+    return task
+
+
+def stage_blocks(task: Task, first: int, end: int) -> tuple[Block, ...]:
+    """Return the blocks of a stage, with copies of the parameters that they share with blocks outside."""
+    blocks = list(task.blocks[first:end])
+    for tensor, owner, user in sequential(task).ties:
+        if first <= user < end and not first <= owner < end:
+            block = blocks[user - first]
+            where = "shapes" if any(name == tensor for name, _ in task.blocks[owner].shapes) else "frozen"
+            shape = next(shape for name, shape in getattr(task.blocks[owner], where) if name == tensor)
+            blocks[user - first] = replace(block, **{where: (*getattr(block, where), (tensor, shape))})
+    return tuple(blocks)
+
+
+def needs_gradients(task: Task, end: int) -> bool:
+    """Return whether any block before `end` has a backward pass, so that it needs the gradient of what leaves."""
+    return any(block.is_trained for block in task.blocks[:end])
+
+
 class TaskSpec(msgspec.Struct, frozen=True):
     """The figures of a task that a spec sets ("gpt2:tokens=512"): a struct with a field for each."""
 
@@ -179,6 +251,11 @@ def recomputed(blocks: Sequence[Block]) -> tuple[Block, ...]:
 
 def forward_work(task: Task, samples: int) -> Work:
     return joined_work([_forward(block, samples) for block in task.blocks])
+
+
+def block_works(block: Block, samples: int) -> tuple[Work, Work]:
+    """Return the work of a forward and of a backward pass through a block."""
+    return _forward(block, samples), backward_work(block, samples)
 
 
 def _forward(block: Block, samples: int) -> Work:

@@ -24,8 +24,9 @@ from hcsim.training.balance import Balance, Division, predicted
 from hcsim.training.data import Batches
 from hcsim.training.learner import Learner
 from hcsim.training.precision import compressor_of, prepared
+from hcsim.training.recoverable import Recoverable
 from hcsim.training.run import Observer, Report, Run
-from hcsim.training.strategies import completed, opened, optimizer
+from hcsim.training.strategies import FixedRanks, completed, opened, optimizer, strategy
 from hcsim.training.task import Task
 from hcsim.training.tasks import task
 
@@ -39,6 +40,8 @@ class Trainer:
         self.seed = seed
         self.task = prepared(what or task(settings.task), settings)
         self.settings = completed(settings, self.task, ranks)
+        self.part: Task | None = None
+        """What this rank holds of the model, if not all of it."""
         self._run: Run | None = None
 
     def batch_sizes(self, ranks: int) -> tuple[int, ...]:
@@ -54,7 +57,7 @@ class Trainer:
 
     @cached_property
     def learner(self) -> Learner:
-        return Learner(self.host, self.task, optimizer(self.settings), self.seed)
+        return Learner(self.host, self.part or self.task, optimizer(self.settings), self.seed)
 
     def balance(self, method: object, ranks: int) -> Balance | None:
         """Return what finds the ranks' shares, if the settings or the strategy leave them to their speeds."""
@@ -98,7 +101,12 @@ async def train(
     `what` is a user-defined task; without it, the settings name one."""
     us = Trainer(group.host, settings, seed, what, group.size)
     await agree(group, us.intent())
-    method = opened(us.settings, us.learner)
+    method: Recoverable | FixedRanks
+    if (part_of := getattr(strategy(us.settings.strategy), "part", None)) is not None:
+        method = await part_of(group, us.settings, us.task)
+        us.part = method.task  # type: ignore[union-attr]
+    else:
+        method = opened(us.settings, us.learner)
     division, balance = Division(us.batch_sizes(group.size)), us.balance(method, group.size)
     if balance is not None:
         told = await group.all_gather(balance.told())

@@ -12,6 +12,8 @@ from contextvars import Context, copy_context
 from math import prod
 from typing import Literal, Protocol, TypeAlias, TypeVar
 
+from msgspec.structs import replace
+
 from hcsim.config import CATALOGUE, Machine, Node
 from hcsim.errors import ConfigError
 from hcsim.runtime.clock import Limit
@@ -22,13 +24,14 @@ from hcsim.virtual.processor import Cores
 
 
 def machine_of(node: Node) -> Machine:
-    """Return the node's own profile, or the one that it names."""
-    if isinstance(node.machine, Machine):
-        return node.machine
-    try:
-        return CATALOGUE.named(node.machine)
-    except ConfigError as error:
-        raise ConfigError(f'node "{node.name}": {error}') from None
+    """Return the node's own profile, or the one that it names, with the node's memory."""
+    machine = node.machine
+    if not isinstance(machine, Machine):
+        try:
+            machine = CATALOGUE.named(machine)
+        except ConfigError as error:
+            raise ConfigError(f'node "{node.name}": {error}') from None
+    return machine if node.memory_bytes is None else replace(machine, ram_bytes=node.memory_bytes)
 
 
 T = TypeVar("T")

@@ -29,15 +29,22 @@ from hcsim.compressors.encoding import is_finite
 from hcsim.errors import CompressionError, Diverged, TrainingError
 from hcsim.runtime.channel import Phantom
 from hcsim.training.elastic.transfer import digests, gather_direct, gather_echoed
-from hcsim.training.layout import Bucket
+from hcsim.training.layout import Bucket, Layout
 from hcsim.training.learner import Learner, fingerprint
-from hcsim.training.recoverable import Recoverable
 from hcsim.training.run import Commit, Update
-from hcsim.training.task import Flat
+from hcsim.training.task import Flat, Task
 
 ATTEMPTS = 4
 """Attempts at a step whose gradients are not finite, or cannot be encoded or decoded. A model that has diverged gives
 the same each time. Faults of machines do not, though several may fall into one step when the network was down."""
+
+
+class Synchronised(Protocol):
+    """A strategy on one member."""
+
+    @property
+    def synchronised(self) -> Flat:
+        """The array that must be the same on all members before every update."""
 
 
 class Voter(Protocol):
@@ -46,7 +53,10 @@ class Voter(Protocol):
     @property
     def learner(self) -> Learner: ...
 
-    method: Recoverable
+    @property
+    def method(self) -> Synchronised: ...
+
+    task: Task
     source: MembershipSource
     leaving: asyncio.Event | None
     refused: Counter[int]
@@ -89,7 +99,7 @@ class CommitVote(Commit):
         await self._group.host.device.touch(bucket.size_bytes)
         if isinstance(gradients, Phantom) or is_finite(gradients[bucket.span]):
             return
-        names = [tensor.name for tensor in self._us.learner.layout.tensors]
+        names = self._tensor_names()
         bad = next(t.name for t in bucket.tensors if not is_finite(t.view(gradients[bucket.span]).reshape(-1)))
         if self._objection < 0:
             self._objection = names.index(bad)
@@ -180,13 +190,17 @@ class CommitVote(Commit):
     def _refused(self, step: int, votes: list[_Vote]) -> None:
         count = self._counted(step)
         against = [rank for rank, vote in enumerate(votes) if vote.objection >= 0]
-        tensor = self._us.learner.layout.tensors[votes[against[0]].objection].name
+        tensor = self._tensor_names()[votes[against[0]].objection]
         self._group.host.trace("step refused", step, self._names(against), tensor)
         if count >= ATTEMPTS:
             raise TrainingError(
                 f"step {step} was tried {count} times, and the gradients of {tensor} on {self._names(against)} "
                 "were not finite: a lower learning rate, a warm-up or clipping may help"
             )
+
+    def _tensor_names(self) -> list[str]:
+        """Return the names of the whole model's tensors, alike on all members."""
+        return [tensor.name for tensor in Layout.of([block.shapes for block in self._us.task.blocks]).tensors]
 
     def _names(self, ranks: Iterable[int]) -> str:
         return ", ".join(self._view.members[rank].name for rank in ranks)

@@ -30,8 +30,10 @@ from hcsim.runtime.host import Host
 from hcsim.training.elastic.member import ElasticMember, TrainingExtras
 from hcsim.training.elastic.parameter_server import ServedMember
 from hcsim.training.elastic.replicated import ReplicatedMember
+from hcsim.training.elastic.staged import StagedMember
 from hcsim.training.elastic.synchronise import survey
 from hcsim.training.learner import digest
+from hcsim.training.pipeline.strategy import Pipeline
 from hcsim.training.run import Report
 from hcsim.training.strategies import ParameterServer, strategy
 from hcsim.transport.groups import GroupListener, GroupMembership, Wire, check_all
@@ -45,7 +47,10 @@ def prepare(
 ) -> ElasticMember:
     """Load the data and build the model, which may take seconds. All members must give the same settings and seed."""
     saved = extras.checkpoints.load() if extras.checkpoints is not None else None
-    kind = ServedMember if isinstance(strategy(settings.strategy), ParameterServer) else ReplicatedMember
+    chosen = strategy(settings.strategy)
+    kind: type[ServedMember | StagedMember | ReplicatedMember] = ReplicatedMember
+    if isinstance(chosen, ParameterServer | Pipeline):
+        kind = StagedMember if isinstance(chosen, Pipeline) else ServedMember
     member = kind(host, source, settings, seed, extras)
     if saved is not None:
         member.reload(saved)
@@ -85,7 +90,10 @@ async def follow(member: ElasticMember, wire: Wire) -> Report:
 
 
 def _outcome(member: ElasticMember) -> str:
-    return (digest(member.run.learner.replica.parameters) or _NO_PARAMETERS) if member.is_complete else ""
+    if not member.is_complete:
+        return ""
+    whole = member.run.whole
+    return (digest(member.run.learner.replica.parameters) if whole is None else whole.sha256) or _NO_PARAMETERS
 
 
 async def _follow(member: ElasticMember, view: View, wire: Wire, reception: GroupListener) -> bool:

@@ -1,34 +1,19 @@
 """Pipeline parallelism: a model cut into stages, one on each rank, processes a batch as microbatches.
 
-GPipe runs all forwards, then all backwards, and keeps every microbatch's activations (Huang et al., NeurIPS
-2019). 1F1B begins with as many forwards as there are later stages, then alternates, so that a rank keeps one
-microbatch more than that at most (Narayanan et al., SOSP 2019). Both give the same gradients; they differ in
-memory.
+The schedules, GPipe and 1F1B, are those of `hcsim.training.pipeline.schedule`.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from typing import Literal, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-Schedule = Literal["gpipe", "1f1b"]
-
-
-def turns(schedule: Schedule, rank: int, world: int, microbatches: int) -> Iterator[tuple[Literal["F", "B"], int]]:
-    """Yield the passes of a rank in order: "F" (forward) or "B" (backward), and the microbatch."""
-    ahead = microbatches if schedule == "gpipe" else min(world - rank - 1, microbatches)
-    for number in range(ahead):
-        yield "F", number
-    for number in range(ahead, microbatches):
-        yield "F", number
-        yield "B", number - ahead
-    for number in range(microbatches - ahead, microbatches):
-        yield "B", number
+from hcsim.training.pipeline.schedule import Schedule, turns
 
 
 class Pipeline:

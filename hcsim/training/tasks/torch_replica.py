@@ -76,6 +76,69 @@ def memory_on(device: str, length: int) -> ReplicaMemory:
     return ReplicaMemory(length) if device == "cpu" else MirroredMemory(length, torch.device(device))
 
 
+class Passage:
+    """A batch on its way through modules that are cut apart: what the backward pass needs."""
+
+    def __init__(self, modules: Sequence[nn.Module], first_trained: int, again: Sequence[bool]) -> None:
+        """The backward pass ends at the first trained module; with -1 it goes on to what enters them all. Of modules
+        that are computed `again` only the input is kept."""
+        self._modules = modules
+        self._first_trained = first_trained
+        self._again = again
+        self._entering: list[torch.Tensor] = []
+        """The input of each block, detached from the previous block."""
+        self._leaving: list[torch.Tensor | None] = []
+        """The output of each block, None if it is to be computed again."""
+
+    def forward(self, flowing: torch.Tensor) -> torch.Tensor:
+        """Run all modules, and return what leaves the last one."""
+        for module, again in zip(self._modules, self._again, strict=True):
+            # Indices have no gradient, and nobody asks for those of the data and of what is frozen.
+            entering = flowing.detach().requires_grad_(len(self._entering) > self._first_trained)
+            self._entering.append(entering)
+            with torch.set_grad_enabled(not again):
+                flowing = module(entering)
+            self._leaving.append(None if again else flowing)
+        return flowing
+
+    @property
+    def left(self) -> int:
+        """The number of blocks whose backward pass is still to come."""
+        return len(self._leaving)
+
+    def end_with(self, root: torch.Tensor) -> None:
+        """Begin the backward pass with this, instead of with what leaves the last block."""
+        self._leaving[-1] = root
+
+    def backward(self, gradient: torch.Tensor | None) -> None:
+        """Run autograd through the next block, from the gradient of its output; release what was kept for it."""
+        leaving = self._leaving.pop()
+        block = len(self._leaving)
+        if block < self._first_trained:
+            self._entering.pop()
+            return
+        if block < len(self._modules) - 1:
+            gradient = self._entering.pop().grad
+            if gradient is None:
+                raise UsageError(f"block {block + 1} makes no use of what block {block} gives it")
+        if leaving is None:
+            leaving = self._modules[block](self._entering[block])
+        if gradient is not None:
+            leaving = _Cut.apply(leaving, gradient)  # type: ignore[no-untyped-call]
+        assert leaving is not None
+        with refused_by_name():
+            leaving.backward()
+        if block == self._first_trained:
+            self._entering = self._entering[:block]
+
+    def entering_gradient(self) -> torch.Tensor:
+        """Return the gradient of what entered the first block, once its backward pass is done."""
+        gradient = self._entering.pop().grad
+        if gradient is None:
+            raise UsageError("the first block of a stage makes no use of what enters it")
+        return gradient
+
+
 class TorchReplica:
     """One rank's copy of the model. The data are shared, and stay on the host.
 
@@ -102,10 +165,7 @@ class TorchReplica:
         self._loss = loss
         self._inputs, self._targets = data
         self._memory = memory
-        self._entering: list[torch.Tensor] = []
-        """The input of each block, detached from the previous block."""
-        self._leaving: list[torch.Tensor | None] = []
-        """The output of each block, None if it is to be computed again; the last one is the loss."""
+        self._passage: Passage | None = None
         for module, tensors in zip(modules, self._layout.blocks, strict=True):
             place(module, tensors, memory)
 
@@ -131,7 +191,7 @@ class TorchReplica:
     def forward(self, batch: Indices) -> float:
         """Run all blocks, and keep the cuts."""
         compute_alike()
-        self._entering, self._leaving = [], []
+        self._passage = None
         if len(batch) == 0:
             return 0.0
         with refused_by_name():
@@ -141,40 +201,22 @@ class TorchReplica:
         self._memory.before_forward()
         inputs, targets = self._inputs[batch], self._targets[batch]  # here until the device has read them
         flowing = inputs.to(self._memory.device, non_blocking=True)
-        for module in self._modules:
-            # Indices have no gradient, and nobody asks for those of the data and of what is frozen.
-            entering = flowing.detach().requires_grad_(len(self._entering) > self._first_trained)
-            self._entering.append(entering)
-            again = self._recompute and module is not self._modules[-1]
-            with torch.set_grad_enabled(not again):
-                flowing = module(entering)
-            self._leaving.append(None if again else flowing)
-        loss = self._leaving[-1] = self._loss(flowing, targets.to(self._memory.device, non_blocking=True))
+        again = [self._recompute] * (len(self._modules) - 1) + [False]
+        passage = self._passage = Passage(self._modules, self._first_trained, again)
+        loss = self._loss(passage.forward(flowing), targets.to(self._memory.device, non_blocking=True))
+        passage.end_with(loss)
         return float(loss.detach())
 
     def backward(self, block: int) -> None:
         """Run autograd through one block, and release what was kept for it."""
-        if not self._leaving:
+        passage = self._passage
+        if passage is None or not passage.left:
             return  # the batch was empty
-        if block != len(self._leaving) - 1:
-            raise UsageError(f"the backward pass comes to block {len(self._leaving) - 1} next, not to block {block}")
-        last = block == len(self._modules) - 1
-        leaving = self._leaving.pop()
+        if block != passage.left - 1:
+            raise UsageError(f"the backward pass comes to block {passage.left - 1} next, not to block {block}")
+        passage.backward(None)
         if block < self._first_trained:
-            self._entering.pop()
             return
-        if not last:
-            gradient = self._entering.pop().grad
-            if leaving is None:
-                leaving = self._modules[block](self._entering[block])
-            if gradient is None:
-                raise UsageError(f"block {block + 1} makes no use of what block {block} gives it")
-            leaving = _Cut.apply(leaving, gradient)  # type: ignore[no-untyped-call]
-        assert leaving is not None  # the last block is not computed again
-        with refused_by_name():
-            leaving.backward()  # type: ignore[no-untyped-call]
-        if block == self._first_trained:
-            self._entering = self._entering[:block]
         if tensors := self._layout.blocks[block]:
             self._memory.after_backward(slice(tensors[0].offset, tensors[-1].span.stop))
 
@@ -249,9 +291,14 @@ def place(module: nn.Module, tensors: Sequence[Tensor], memory: ReplicaMemory) -
     """Make the module's trained parameters views of the flat arrays."""
     named = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
     for name, tensor in zip(named, tensors, strict=True):
-        parameter = nn.Parameter(memory.device_parameters[tensor.span].view(tensor.shape))
-        parameter.grad = memory.device_gradients[tensor.span].view(tensor.shape)
-        _put(module, name, parameter)
+        place_one(module, name, tensor, memory)
+
+
+def place_one(module: nn.Module, name: str, tensor: Tensor, memory: ReplicaMemory) -> None:
+    """Make one of the module's parameters a view of the flat arrays."""
+    parameter = nn.Parameter(memory.device_parameters[tensor.span].view(tensor.shape))
+    parameter.grad = memory.device_gradients[tensor.span].view(tensor.shape)
+    _put(module, name, parameter)
 
 
 def freeze(module: nn.Module, tensors: Sequence[Tensor], values: torch.Tensor) -> None:

@@ -16,9 +16,10 @@ from __future__ import annotations
 import gzip
 import hashlib
 import unicodedata
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from functools import cached_property
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ from hcsim.files import file_of
 from hcsim.rng import generator
 from hcsim.runtime.channel import Phantom
 from hcsim.training.layout import Layout, initial
-from hcsim.training.task import Block, Defaults, Flat, Score, recomputed
+from hcsim.training.task import Activations, Block, Defaults, Flat, Score, Tie, recomputed
 from hcsim.training.tasks.torch_replica import (
     Array,
     ReplicaMemory,
@@ -51,6 +52,7 @@ from hcsim.training.tasks.torch_replica import (
     place,
     shapes_in,
 )
+from hcsim.training.tasks.torch_stage import TorchStage
 
 SCORED_AT_ONCE = 512
 """Samples evaluated at once, so that memory is bounded."""
@@ -73,6 +75,9 @@ class NetworkSpec(msgspec.Struct, frozen=True):
     """Returns one module for each block."""
     gain: float
     """The gain of fresh weights: √2 where a ReLU follows (He et al., https://arxiv.org/abs/1502.01852), else 1."""
+    ties: tuple[Tie, ...] = ()
+    """The parameters that a block computes with and that are another block's; they are named there
+    ("0.tokens.weight")."""
 
 
 class TorchTask:
@@ -96,7 +101,9 @@ class TorchTask:
         self.model = model
         self.training = training
         self.held_out = held_out
-        self.blocks: Sequence[Block] = counted(self._on_meta(), training.inputs[:1])
+        self.blocks: Sequence[Block]
+        self._entering: tuple[tuple[int, ...], ...]
+        self.blocks, self._entering = zip(*walked(self._on_meta(), training.inputs[:1]), strict=True)
         self.frozen_layout = Layout.of([block.frozen for block in self.blocks])
         self.frozen = frozen_values(self.frozen_layout, model.gain, base)
 
@@ -125,12 +132,39 @@ class TorchTask:
 
     def replica_in(self, memory: ReplicaMemory) -> TorchReplica:
         """Return a model over these arrays, with their present values."""
-        data, modules = (self.training.inputs, self.training.targets), self._on_meta()
+        data, modules = (self.training.inputs, self.training.targets), self.modules_on(memory.device)
+        return TorchReplica(modules, self.loss, data, memory, recompute=self.recompute)
+
+    @property
+    def entering(self) -> tuple[int, ...]:
+        """See `Sequential.entering`."""
+        return tuple(prod(shape) for shape in self._entering)
+
+    @property
+    def ties(self) -> tuple[Tie, ...]:
+        """See `Sequential.ties`."""
+        return self.model.ties
+
+    def stage(self, first: int, end: int) -> TorchStage:
+        """See `Sequential.stage`."""
+        return TorchStage(self, first, end)
+
+    def loss(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Return the mean loss."""
+        return cross_entropy(outputs, targets)
+
+    def entering_shape(self, block: int) -> tuple[int, ...]:
+        """Return the shape of what enters the block, for one sample."""
+        return self._entering[block]
+
+    def modules_on(self, device: torch.device) -> Sequence[nn.Module]:
+        """Return modules whose frozen parameters have their values, and whose trained ones have no memory."""
+        modules = self._on_meta()
         if self.frozen_layout.length:
-            values = torch.from_numpy(self.frozen).to(memory.device)
+            values = torch.from_numpy(self.frozen).to(device)
             for module, tensors in zip(modules, self.frozen_layout.blocks, strict=True):
                 freeze(module, tensors, values)
-        return TorchReplica(modules, cross_entropy, data, memory, recompute=self.recompute)
+        return modules
 
     def score(self, parameters: Flat) -> Score:
         if isinstance(parameters, Phantom):
@@ -182,7 +216,12 @@ def frozen_values(layout: Layout, gain: float, base: Path | None) -> Array:
 
 
 def counted(modules: Sequence[nn.Module], sample: torch.Tensor) -> tuple[Block, ...]:
-    """Return the cost of each block for one sample.
+    """Return the cost of each block for one sample."""
+    return tuple(block for block, _ in walked(modules, sample))
+
+
+def walked(modules: Sequence[nn.Module], sample: torch.Tensor) -> Iterator[tuple[Block, tuple[int, ...]]]:
+    """Yield the cost of each block for one sample, and the shape of what enters it.
 
     Does not use torch's `FlopCounterMode` and meta device: they import its compiler, which takes as long as torch
     itself."""
@@ -191,7 +230,7 @@ def counted(modules: Sequence[nn.Module], sample: torch.Tensor) -> tuple[Block, 
     layouts = layout_of(modules), Layout.of(frozen)
     memory = memory_on("cpu", layouts[0].length)
     values = torch.zeros(layouts[1].length)
-    flowing, blocks = sample, list[Block]()
+    flowing = sample
     trained = False
     for number, module in enumerate(modules):
         place(module, layouts[0].blocks[number], memory)
@@ -202,9 +241,10 @@ def counted(modules: Sequence[nn.Module], sample: torch.Tensor) -> tuple[Block, 
         backward_flops = _backward_flops(module, flowing, trained=trained) if values.numel() else None
         # What is written is read again once.
         block = Block(f"{number}", shapes, float(count.flops), 2.0 * count.nbytes, count.kernels)
-        blocks.append(replace(block, frozen=frozen[number], backward_flops=backward_flops))
+        kept = Activations(float(flowing.nbytes), float(count.nbytes))
+        block = replace(block, frozen=frozen[number], backward_flops=backward_flops, activations=kept)
+        yield block, tuple(flowing.shape[1:])
         flowing, trained = leaving, trained or bool(shapes)
-    return tuple(blocks)
 
 
 def _backward_flops(module: nn.Module, entering: torch.Tensor, *, trained: bool) -> float:

@@ -28,7 +28,7 @@ from msgspec import Meta
 from hcsim.config.table import Count
 from hcsim.errors import ConfigError
 from hcsim.training.layout import FLOAT_BYTES
-from hcsim.training.task import Activations, Block, Defaults, Shapes, TaskSpec
+from hcsim.training.task import Activations, Block, Defaults, Shapes, TaskSpec, Tie
 from hcsim.training.tasks.shapes import WRITTEN_AND_READ, PhantomTask
 from hcsim.units import did_you_mean
 
@@ -457,4 +457,6 @@ def _task(name: str, of: Architecture, spec: _Decoder | Transformer, batch: int)
     if of.positions and spec.tokens > of.positions:
         raise ConfigError(f'task "{name}": tokens = {spec.tokens}: this model knows {of.positions} positions')
     blocks = of.blocks(spec.tokens, adapters_of(name, spec.lora, spec.matrices, of, spec.adapted))
-    return PhantomTask(name, blocks, TEXTS, Defaults(lr=0.1, momentum=0.9, batch=batch))
+    shared = of.vocabulary and of.tied
+    ties = (Tie("embedding.tokens", 0, len(blocks) - 1),) if shared else ()
+    return PhantomTask(name, blocks, TEXTS, Defaults(lr=0.1, momentum=0.9, batch=batch), ties)

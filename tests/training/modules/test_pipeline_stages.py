@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from hcsim.training.modules.pipeline import Pipeline, Schedule, turns
+from hcsim.training.modules.pipeline import Pipeline
+from hcsim.training.pipeline.schedule import Schedule, turns
 from tests.torch_backend.ranks import Ranks
 
 WIDTH = 8

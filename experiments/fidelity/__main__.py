@@ -33,7 +33,16 @@ from experiments.fidelity.churn import ChurnCell, churn, measure_churn, predict_
 from experiments.fidelity.computed import ComputedCell, measure_computed, predict_computed
 from experiments.fidelity.computing import computing
 from experiments.fidelity.homes import EMULATED, MEDIA, PROCESSOR, WIRED
+from experiments.fidelity.loaded import (
+    LoadedCell,
+    know_machine,
+    loaded_collectives,
+    loaded_computing,
+    loaded_trainings,
+    measure_loaded,
+)
 from experiments.fidelity.record import Record
+from experiments.fidelity.repeats import RepeatedCell, measure_repeated, repeated
 from experiments.fidelity.report import Class, Row, classes, row, save, table
 from experiments.fidelity.script_cells import script_cells
 from experiments.fidelity.worlds import Timing, measure, predicted
@@ -42,17 +51,22 @@ from hcsim.config.file import write_scenario
 from hcsim.files import write_whole
 from tests.real.namespaces import obstacle
 
-LabCell: TypeAlias = AnyCell | ChurnCell | ComputedCell
+LabCell: TypeAlias = AnyCell | ChurnCell | ComputedCell | LoadedCell
 
-PARTS: dict[str, Callable[[], Sequence[LabCell]]] = {
+PARTS: dict[str, Callable[[], Sequence[LabCell | RepeatedCell]]] = {
     **{f"collectives-{medium}": partial(collectives, medium) for medium in MEDIA},
     "training": trainings,
     "training-shared": shared_trainings,
     "churn": churn,
     "computing": computing,
     "scripts": script_cells,
+    "load-collectives": loaded_collectives,
+    "load-training": loaded_trainings,
+    "load-computing": loaded_computing,
+    **{f"repeats-{medium}": partial(repeated, medium) for medium in WIRED},
 }
 CELLS = "measured.csv"
+REPEATS = "repeats.csv"
 CALIBRATION = "calibration.json"
 MACHINE = "machine.toml"
 
@@ -60,6 +74,7 @@ MACHINE = "machine.toml"
 def main(
     only: Annotated[str, typer.Option(help="Parts that are measured.")] = ",".join(PARTS),
     predict: Annotated[bool, typer.Option("--predict", help="Measure nothing; predict again.")] = False,
+    measure_only: Annotated[bool, typer.Option("--measure-only", help="Predict nothing.")] = False,
     again: Annotated[bool, typer.Option("--again", help="Measure cells again that were measured.")] = False,
     out: Annotated[Path, typer.Option(help="The folder for the results.")] = Path("results/fidelity"),
     json_file: Annotated[str | None, typer.Option("--json", help="Write one row per cell to this file.")] = None,
@@ -73,12 +88,17 @@ def main(
     # Namespaces and ranks are removed on the way out, also when somebody ends us.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     asked.make_folder(out)
-    record = Record(out / CELLS)
+    record, repeats = Record(out / CELLS), Record(out / REPEATS)
     cells = [cell for part in parts for cell in PARTS[part]()]
     with Progress(console=Console(stderr=True), transient=True) as progress:
         if not predict:
-            _measure([cell for cell in cells if again or cell.name not in record.timings], record, out, progress)
+            known = set() if again else {*record.timings, *repeats.timings}
+            missing = [cell for cell in cells if cell.name not in known]
+            _measure([cell for cell in missing if not isinstance(cell, RepeatedCell)], record, out, progress)
+            _repeat([cell for cell in missing if isinstance(cell, RepeatedCell)], repeats, progress)
             _keep_machine(out / MACHINE)
+        if measure_only:
+            return
         rows, found = _compare(record, _computer(out / MACHINE), out, progress)
     rows_for_json = [msgspec.structs.asdict(each) for each in rows]
     asked.hand_over(json_file, rows_for_json, lambda: Console(width=120).print(table(found, rows)))
@@ -91,11 +111,25 @@ def _measure(cells: Sequence[LabCell], record: Record, out: Path, progress: Prog
         record.add(cell.name, timing)
         progress.advance(task)
 
-    measure([cell for cell in cells if not isinstance(cell, ChurnCell | ComputedCell)], done)
+    measure([cell for cell in cells if not isinstance(cell, ChurnCell | ComputedCell | LoadedCell)], done)
     measure_computed([cell for cell in cells if isinstance(cell, ComputedCell)], out, done)
     if any(isinstance(cell, ChurnCell) for cell in cells):
         for cell, timing in measure_churn().items():
             done(cell, timing)
+    if loaded := [cell for cell in cells if isinstance(cell, LoadedCell)]:
+        if any(cell.computes for cell in loaded):
+            know_machine(out)
+        measure_loaded(loaded, done)
+
+
+def _repeat(cells: Sequence[RepeatedCell], record: Record, progress: Progress) -> None:
+    task = progress.add_task("repeating", total=len(cells))
+
+    def done(cell: RepeatedCell, timing: Timing) -> None:
+        record.add(cell.name, timing)
+        progress.advance(task)
+
+    measure_repeated(cells, done)
 
 
 def _keep_machine(file: Path) -> None:

@@ -73,7 +73,7 @@ def _commands(machines: Sequence[Station], setup: tuple[str, str], tls: bool, fo
 
 def measured(crew: Crew, cell: AnyCell) -> Timing:
     crew.take(cell.warm_up, Laps)
-    return _combined(crew.take(cell.turn(cell.repeats), Laps))
+    return combined(crew.take(cell.turn(cell.repeats), Laps))
 
 
 def predicted(cell: AnyCell, network: Network, machine: Machine) -> Timing:
@@ -116,12 +116,13 @@ def _simulated(cell: AnyCell, scenario: Scenario, turn: Collectives | Trainings)
         await clock.sleep(max(warmed_up_s) + _PAUSE_S - clock.elapsed())
         return await run(group, turn)
 
-    return _combined(simulate(scenario, program, options=options(cell.hosts, algorithm)).values())
+    return combined(simulate(scenario, program, options=options(cell.hosts, algorithm)).values())
 
 
-def _combined(reports: Sequence[Laps]) -> Timing:
+def combined(reports: Sequence[Laps], typical: Callable[[Sequence[float]], float] = statistics.median) -> Timing:
+    """Return the timing of all ranks."""
     slowest = [max(times) for times in zip(*(report.seconds for report in reports), strict=True)]
     p10, p90 = (float(np.percentile(slowest, share)) for share in (10, 90))
     # Reports come in the order in which the processes have started, not in that of the ranks.
     digest = hashlib.sha256("".join(sorted(report.sha256 for report in reports)).encode()).hexdigest()
-    return Timing(statistics.median(slowest), p10, p90, len(slowest), reports[0].algorithm, digest)
+    return Timing(typical(slowest), p10, p90, len(slowest), reports[0].algorithm, digest)

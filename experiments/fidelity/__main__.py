@@ -18,7 +18,7 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated, TypeAlias
+from typing import Annotated
 
 import msgspec
 import typer
@@ -28,7 +28,7 @@ from rich.progress import Progress
 from experiments import asked
 from experiments.fidelity.bands import Calibration, banded, residuals
 from experiments.fidelity.calibration import fitted, this_machine
-from experiments.fidelity.cells import AnyCell, collectives, shared_trainings, trainings
+from experiments.fidelity.cells import collectives, shared_trainings, trainings
 from experiments.fidelity.churn import ChurnCell, churn, measure_churn, predict_churn
 from experiments.fidelity.computed import ComputedCell, measure_computed, predict_computed
 from experiments.fidelity.computing import computing
@@ -40,18 +40,17 @@ from experiments.fidelity.loaded import (
     loaded_computing,
     loaded_trainings,
     measure_loaded,
+    predict_loaded,
 )
 from experiments.fidelity.record import Record
 from experiments.fidelity.repeats import RepeatedCell, measure_repeated, repeated
-from experiments.fidelity.report import Class, Row, classes, row, save, table
+from experiments.fidelity.report import Class, LabCell, Row, classes, row, save, table
 from experiments.fidelity.script_cells import script_cells
 from experiments.fidelity.worlds import Timing, measure, predicted
 from hcsim.config import Processor, Scenario, load_scenario
 from hcsim.config.file import write_scenario
 from hcsim.files import write_whole
 from tests.real.namespaces import obstacle
-
-LabCell: TypeAlias = AnyCell | ChurnCell | ComputedCell | LoadedCell
 
 PARTS: dict[str, Callable[[], Sequence[LabCell | RepeatedCell]]] = {
     **{f"collectives-{medium}": partial(collectives, medium) for medium in MEDIA},
@@ -99,7 +98,7 @@ def main(
             _keep_machine(out / MACHINE)
         if measure_only:
             return
-        rows, found = _compare(record, _computer(out / MACHINE), out, progress)
+        rows, found = _compare(record, repeats, out, progress)
     rows_for_json = [msgspec.structs.asdict(each) for each in rows]
     asked.hand_over(json_file, rows_for_json, lambda: Console(width=120).print(table(found, rows)))
 
@@ -144,9 +143,15 @@ def _computer(file: Path) -> Scenario:
     return load_scenario(file)
 
 
-def _compare(record: Record, computer: Scenario, out: Path, progress: Progress) -> tuple[list[Row], list[Class]]:
+def _compare(record: Record, repeats: Record, out: Path, progress: Progress) -> tuple[list[Row], list[Class]]:
+    computer = _computer(out / MACHINE)
     [machine], [processor] = computer.machines, computer.processors
-    cells = [cell for part in PARTS.values() for cell in part() if cell.name in record.timings]
+    cells = [
+        cell
+        for part in PARTS.values()
+        for cell in part()
+        if cell.name in record.timings and not isinstance(cell, RepeatedCell)
+    ]
     task = progress.add_task("predicting", total=len(cells))
     calibrating = {
         medium: [each for each in collectives(medium) if each.calibrates and each.name in record.timings]
@@ -164,10 +169,14 @@ def _compare(record: Record, computer: Scenario, out: Path, progress: Progress) 
     )
     lost = predict_churn() if any(isinstance(cell, ChurnCell) for cell in cells) else {}
     apart = predict_computed([cell for cell in cells if isinstance(cell, ComputedCell)], networks, off, out)
+    loaded = dict(predict_loaded([cell for cell in cells if isinstance(cell, LoadedCell)], networks, off, out))
     rows = []
     for cell in cells:
+        expected: Timing | None
         if isinstance(cell, ChurnCell):
             expected = lost.get(cell)
+        elif isinstance(cell, LoadedCell):
+            expected = loaded[cell]
         elif isinstance(cell, ComputedCell):
             expected = apart[cell]
         else:
@@ -176,7 +185,7 @@ def _compare(record: Record, computer: Scenario, out: Path, progress: Progress) 
         if expected is not None:
             rows.append(row(cell, record.timings[cell.name], expected))
         progress.advance(task)
-    found = classes(rows)
+    found = classes(rows, repeats.timings)
     known = {medium: msgspec.structs.asdict(networks[medium]) | msgspec.structs.asdict(off[medium]) for medium in MEDIA}
     write_whole(out / CALIBRATION, msgspec.json.format(msgspec.json.encode(known), indent=1) + b"\n")
     save(rows, found, out)

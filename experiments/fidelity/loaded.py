@@ -11,7 +11,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import groupby
@@ -19,16 +19,21 @@ from pathlib import Path
 from typing import Literal, TypeAlias
 
 import msgspec
+from msgspec.structs import replace
 
+from experiments.fidelity.bands import Residuals, with_band
 from experiments.fidelity.cells import KB, MB, Cell, TrainingCell
 from experiments.fidelity.computing import HOSTS, ComputingCell, core_of, on_core, probed
-from experiments.fidelity.homes import built
+from experiments.fidelity.homes import Network, built, modelled
 from experiments.fidelity.program import Collectives, Laps, Trainings
 from experiments.fidelity.rank import Job, Ready
+from experiments.fidelity.scheduler import Scheduler
 from experiments.fidelity.switch import Station
-from experiments.fidelity.worlds import Timing, combined
+from experiments.fidelity.worlds import Timing, combined, simulated
 from experiments.peers.crew import Command, Crew, module, working
+from hcsim.config import BackgroundLoad, Machine, Processor, Scenario, load_scenario
 from hcsim.launch import DEFAULT_PORT
+from hcsim.units import PositiveSeconds, PositiveShare, Seconds
 
 MACHINE, SCHEDULER = "loaded.toml", "scheduler.json"
 SHARE, PERIOD_S = 0.5, 0.04
@@ -51,6 +56,7 @@ class LoadedCell(msgspec.Struct, frozen=True):
     tls: bool
 
     calibrates = False
+    hosts = HOSTS
 
     @property
     def medium(self) -> str:
@@ -80,8 +86,9 @@ class LoadedCell(msgspec.Struct, frozen=True):
         return isinstance(self.inner, ComputingCell)
 
     @property
-    def device(self) -> str:
-        return self.inner.setup[1] if isinstance(self.inner, TrainingCell) else "cpu"
+    def setup(self) -> tuple[str, str]:
+        """What the group is asked to be ready for, and the device."""
+        return ("", "cpu") if isinstance(self.inner, ComputingCell) else self.inner.setup
 
     @property
     def turn(self) -> Collectives | Trainings:
@@ -96,7 +103,7 @@ class LoadedCell(msgspec.Struct, frozen=True):
     def warm_up(self) -> Collectives | Trainings:
         if isinstance(self.inner, Cell):
             return self.inner.warm_up
-        return msgspec.structs.replace(self.turn, steps=_WARM_STEPS, repeats=1)
+        return replace(self.turn, steps=_WARM_STEPS, repeats=1)
 
 
 def _over(tls: bool) -> str:
@@ -172,7 +179,7 @@ def measure_loaded(cells: Sequence[LoadedCell], done: Callable[[LoadedCell, Timi
 
 
 def _team(cell: LoadedCell) -> tuple[str, str, bool, str]:
-    return cell.medium, cell.device, cell.tls, cell.which
+    return cell.medium, cell.setup[1], cell.tls, cell.which
 
 
 def _commands(machines: Sequence[Station], device: str, tls: bool, folder: Path) -> list[Command]:
@@ -213,3 +220,33 @@ def _measured(crew: Crew, cell: LoadedCell) -> Timing:
     many of them take."""
     crew.take(cell.warm_up, Laps)
     return combined(crew.take(cell.turn, Laps), statistics.fmean)
+
+
+def predict_loaded(
+    cells: Sequence[LoadedCell], networks: Mapping[str, Network], off: Mapping[str, Residuals], folder: Path
+) -> Iterator[tuple[LoadedCell, Timing]]:
+    """Predict cells one by one."""
+    machine = load_scenario(folder / MACHINE).machines[0]
+    scheduler = msgspec.json.decode((folder / SCHEDULER).read_bytes(), type=Scheduler)
+    for cell in cells:
+        scenario = scenario_of(cell, networks[cell.medium], machine, scheduler)
+        expected = simulated(cell, scenario, cell.turn, statistics.fmean)
+        residuals = off[cell.medium]
+        short = isinstance(cell.inner, Cell) and cell.inner.size_bytes < MB
+        yield cell, with_band(expected, residuals.short if short else residuals.long)
+
+
+def scenario_of(cell: LoadedCell, network: Network, machine: Machine, scheduler: Scheduler) -> Scenario:
+    """Return the home whose machines have a core each, which some share with a neighbour."""
+    if isinstance(cell.inner, TrainingCell):
+        machine = replace(cell.inner.machine, messages=machine.messages)
+    home = modelled(cell.medium, HOSTS, network, machine, tls=cell.tls)
+    cores = tuple(
+        Processor(f"core-{node.name}", 1, Seconds(scheduler.slice_s), Seconds(scheduler.tick_s)) for node in home.nodes
+    )
+    nodes = tuple(replace(node, processor=core.name) for node, core in zip(home.nodes, cores, strict=True))
+    faults = tuple(
+        BackgroundLoad(Seconds(0), nodes[rank].name, PositiveShare(SHARE), 1, PositiveSeconds(PERIOD_S))
+        for rank in ranks_with(cell.which)
+    )
+    return replace(home, nodes=nodes, processors=cores, faults=faults)

@@ -59,7 +59,7 @@ def measure_repeated(cells: Sequence[RepeatedCell], done: Callable[[RepeatedCell
     """Measure run by run; `done` is called after each cell."""
     for run in dict.fromkeys(cell.run for cell in cells):
         of_run = [cell.inner for cell in cells if cell.run == run]
-        measure(of_run, lambda cell, timing, run=run: done(RepeatedCell(cell, run), timing))  # type: ignore[misc,arg-type]
+        measure(of_run, lambda cell, timing, run=run: done(RepeatedCell(cell, run), timing))
 
 
 def runs_of(timings: Mapping[str, Timing], cell: str) -> list[float]:

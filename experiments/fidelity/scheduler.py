@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from math import ceil
 from pathlib import Path
 
 import msgspec
@@ -27,6 +28,9 @@ SLEEPS_S = (0.0001, 0.0003, 0.001, 0.002, 0.003, 0.004, 0.006, 0.01, 0.02)
 WORKS_S = (0.00003, 0.0003, 0.002, 0.006)
 _LONGER_S = 2e-4
 """A gap that is longer is a turn of another program."""
+_LONG_WORK_S = 0.002
+_TICKS_S = (1e-3, 1 / 300, 4e-3, 1e-2)
+"""Of Linux."""
 _EACH_S = 0.4
 _SETTLE_S = 0.2
 
@@ -68,8 +72,20 @@ class Scheduler(msgspec.Struct, frozen=True):
 
     @property
     def slice_s(self) -> float:
-        """How long a program keeps a core for which another one waits."""
-        return statistics.median(self.gaps_s)
+        """How long a program keeps a core for which another one waits that has just woken up: the longest wait, about,
+        of one that hardly sleeps and works long, so that it is never behind its share."""
+        alone_s = statistics.median(wakes.late_s[4] for wakes in self.wakes if not wakes.loaded)
+        late_s = [
+            wakes.late_s[-1] for wakes in self.wakes
+            if wakes.loaded and wakes.sleep_s == SLEEPS_S[0] and wakes.work_s >= _LONG_WORK_S
+        ]  # fmt: skip
+        return round(statistics.median(late_s) - alone_s, 6)
+
+    @property
+    def tick_s(self) -> float:
+        """The interval of the timer, of those that systems have: turns of programs that always work are whole ones."""
+        turn_s = statistics.median(self.gaps_s)
+        return min(_TICKS_S, key=lambda tick_s: abs(ceil(self.slice_s / tick_s) * tick_s - turn_s))
 
 
 def measure_scheduler(core: int) -> Scheduler:

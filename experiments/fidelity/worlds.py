@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from functools import partial
 from itertools import groupby
 from pathlib import Path
+from typing import Protocol, TypeAlias
 
 import msgspec
 import numpy as np
@@ -41,6 +42,25 @@ class Timing(msgspec.Struct, frozen=True):
     """What was done; `auto` may choose differently in the two worlds."""
     sha256: str
     """Of the results of all ranks."""
+
+
+class Played(Protocol):
+    """What the simulator asks of a cell."""
+
+    @property
+    def hosts(self) -> int: ...
+
+    @property
+    def setup(self) -> tuple[str, str]:
+        """What the group is asked to be ready for, and the device."""
+
+    @property
+    def warm_up(self) -> Collectives | Trainings:
+        """What is done before time counts."""
+
+
+Typical: TypeAlias = Callable[[Sequence[float]], float]
+"""What stands for the repeats of a cell."""
 
 
 def _team(cell: AnyCell) -> tuple[str, int, tuple[str, str], bool]:
@@ -82,13 +102,13 @@ def predicted(cell: AnyCell, network: Network, machine: Machine) -> Timing:
         repeats = 2
     else:  # more where it costs little: who begins late may change from one repeat to the next
         repeats = 3 if cell.size_bytes >= MB else min(cell.repeats, _MOST_SIMULATED)
-    return _simulated(cell, scenario_of(cell, network, machine), cell.turn(repeats))
+    return simulated(cell, scenario_of(cell, network, machine), cell.turn(repeats))
 
 
 def predicted_s(cell: Cell, network: Network, machine: Machine) -> float:
     """Simulate a cell without data, for its time alone."""
     turn = msgspec.structs.replace(cell.turn(2), phantom=True)
-    return _simulated(cell, scenario_of(cell, network, machine), turn).median_s
+    return simulated(cell, scenario_of(cell, network, machine), turn).median_s
 
 
 def scenario_of(cell: AnyCell, network: Network, machine: Machine) -> Scenario:
@@ -98,7 +118,10 @@ def scenario_of(cell: AnyCell, network: Network, machine: Machine) -> Scenario:
     return modelled(cell.medium, cell.hosts, network, machine, tls=cell.tls)
 
 
-def _simulated(cell: AnyCell, scenario: Scenario, turn: Collectives | Trainings) -> Timing:
+def simulated(
+    cell: Played, scenario: Scenario, turn: Collectives | Trainings, typical: Typical = statistics.median
+) -> Timing:
+    """Simulate a turn of a cell."""
     algorithm, _ = cell.setup
     warmed_up_s: list[float] = []
 
@@ -116,10 +139,10 @@ def _simulated(cell: AnyCell, scenario: Scenario, turn: Collectives | Trainings)
         await clock.sleep(max(warmed_up_s) + _PAUSE_S - clock.elapsed())
         return await run(group, turn)
 
-    return combined(simulate(scenario, program, options=options(cell.hosts, algorithm)).values())
+    return combined(simulate(scenario, program, options=options(cell.hosts, algorithm)).values(), typical)
 
 
-def combined(reports: Sequence[Laps], typical: Callable[[Sequence[float]], float] = statistics.median) -> Timing:
+def combined(reports: Sequence[Laps], typical: Typical = statistics.median) -> Timing:
     """Return the timing of all ranks."""
     slowest = [max(times) for times in zip(*(report.seconds for report in reports), strict=True)]
     p10, p90 = (float(np.percentile(slowest, share)) for share in (10, 90))

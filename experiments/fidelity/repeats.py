@@ -32,13 +32,17 @@ class RepeatedCell(msgspec.Struct, frozen=True):
 
 
 class Bound(msgspec.Struct, frozen=True):
-    """The errors of a prediction that is right in the median."""
+    """What repeats say of the errors of a class of cells."""
 
     cells: int
     runs: int
     """Of the cell that has fewest."""
     median: float
+    """Of the errors that the median of the other runs has in each run: no prediction is better."""
     p90: float
+    error_median: float
+    """Of the errors that our prediction has in the median of all runs: what remains where runs do not differ."""
+    error_p90: float
 
 
 def run_name(cell: str, run: int) -> str:
@@ -74,15 +78,14 @@ def deviations(runs_s: Sequence[float]) -> list[float]:
     return [abs(other / run - 1) for other, run in zip(others, runs_s, strict=True)]
 
 
-def bound(cells: Sequence[str], timings: Mapping[str, Timing]) -> Bound | None:
-    """Return the bound of a class of cells; None if they have not been repeated."""
-    runs_s = [runs_of(timings, cell) for cell in cells]
-    enough = [each for each in runs_s if len(each) >= _FEWEST_RUNS]
+def bound(predicted_s: Mapping[str, float], timings: Mapping[str, Timing]) -> Bound | None:
+    """Return the bound of a class of cells, given with what is predicted of each; None if none has been repeated."""
+    runs_s = {cell: runs_of(timings, cell) for cell in predicted_s}
+    enough = {cell: each for cell, each in runs_s.items() if len(each) >= _FEWEST_RUNS}
     if not enough:
         return None
     # Each cell counts the same, however often it was repeated.
-    drawn = [np.quantile(deviations(each), np.linspace(0, 1, 21)) for each in enough]
-    all_of_them = np.concatenate(drawn)
-    return Bound(
-        len(enough), min(map(len, enough)), float(np.median(all_of_them)), float(np.percentile(all_of_them, 90))
-    )
+    alike = np.concatenate([np.quantile(deviations(each), np.linspace(0, 1, 21)) for each in enough.values()])
+    errors = [abs(predicted_s[cell] / statistics.median(each) - 1) for cell, each in enough.items()]
+    percentiles = (float(np.percentile(of, share)) for of in (alike, errors) for share in (50, 90))
+    return Bound(len(enough), min(map(len, enough.values())), *percentiles)

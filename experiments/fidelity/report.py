@@ -87,8 +87,11 @@ class Class(msgspec.Struct, frozen=True):
     target_median: float | None
     target_p90: float | None
     runs_median: float | None = None
-    """The error that the median of many runs has in single ones."""
+    """Of the errors that the median of many runs has in single ones: a bound of the median error."""
     runs_p90: float | None = None
+    median_error_of_runs: float | None = None
+    """Of the errors in the median of many runs."""
+    p90_error_of_runs: float | None = None
 
 
 def row(cell: LabCell, measured: Timing, predicted: Timing) -> Row:
@@ -110,10 +113,10 @@ def classes(rows: Sequence[Row], repeats: Mapping[str, Timing] = MappingProxyTyp
             errors = [abs(row.error) for row in mine]
             spread = statistics.median(row.spread for row in mine)
             median, p90 = float(np.median(errors)), float(np.percentile(errors, 90))
-            runs = bound([row.cell for row in mine], repeats)
+            runs = bound({row.cell: row.predicted_s for row in mine}, repeats)
             found[kind] = Class(
                 kind, len(mine), median, p90, share_inside(mine), spread, *TARGETS.get(kind, (None, None)),
-                *((runs.median, runs.p90) if runs is not None else (None, None)),
+                *((runs.median, runs.p90, runs.error_median, runs.error_p90) if runs is not None else ()),
             )  # fmt: skip
     return list(found.values())
 

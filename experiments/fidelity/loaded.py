@@ -25,7 +25,7 @@ from experiments.fidelity.bands import Residuals, with_band
 from experiments.fidelity.cells import KB, MB, Cell, TrainingCell
 from experiments.fidelity.computing import HOSTS, ComputingCell, core_of, on_core, probed
 from experiments.fidelity.homes import Network, built, modelled
-from experiments.fidelity.program import Collectives, Laps, Trainings
+from experiments.fidelity.program import Collectives, Laps, Steps
 from experiments.fidelity.rank import Job, Ready
 from experiments.fidelity.scheduler import Scheduler
 from experiments.fidelity.switch import Station
@@ -40,7 +40,6 @@ SHARE, PERIOD_S = 0.5, 0.04
 CELL_S = 2.5
 _LAPS = 3
 _FEWEST, _MOST = 4, 300
-_WARM_STEPS = 4
 _STEP_S = {"resnet50": 0.7, "digits": 0.075, "text": 0.04}
 _COMPUTED_STEP_S = {"digits": 0.015, "text": 0.04}
 
@@ -91,19 +90,19 @@ class LoadedCell(msgspec.Struct, frozen=True):
         return ("", "cpu") if isinstance(self.inner, ComputingCell) else self.inner.setup
 
     @property
-    def turn(self) -> Collectives | Trainings:
+    def turn(self) -> Collectives | Steps:
         if isinstance(self.inner, Cell):
             repeats = round(CELL_S / (self.inner.least_s + 2e-3))
             return self.inner.turn(max(_FEWEST, min(_MOST, repeats)))
         lasts_s = (_STEP_S if isinstance(self.inner, TrainingCell) else _COMPUTED_STEP_S)[self.inner.task]
-        steps = max(4, 4 * round(CELL_S / _LAPS / lasts_s / 4))
-        return Trainings(self.inner.task, self.inner.strategy, self.inner.compressor, steps, _LAPS)
+        turn = Steps(self.inner.task, self.inner.strategy, self.inner.compressor, 1, _LAPS)
+        return replace(turn, rounds=max(1, round(CELL_S / _LAPS / lasts_s / turn.every)))
 
     @property
-    def warm_up(self) -> Collectives | Trainings:
+    def warm_up(self) -> Collectives | Steps:
         if isinstance(self.inner, Cell):
             return self.inner.warm_up
-        return replace(self.turn, steps=_WARM_STEPS, repeats=1)
+        return replace(self.turn, rounds=1, repeats=1)
 
 
 def _over(tls: bool) -> str:

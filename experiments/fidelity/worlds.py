@@ -17,7 +17,7 @@ import numpy as np
 
 from experiments.fidelity.cells import MB, AnyCell, Cell, TrainingCell
 from experiments.fidelity.homes import Network, built, modelled
-from experiments.fidelity.program import Collectives, Laps, Trainings, options, run
+from experiments.fidelity.program import Collectives, Laps, Turn, options, run
 from experiments.fidelity.rank import Job, Ready
 from experiments.fidelity.switch import Station
 from experiments.peers.crew import Command, Crew, module, working
@@ -55,7 +55,7 @@ class Played(Protocol):
         """What the group is asked to be ready for, and the device."""
 
     @property
-    def warm_up(self) -> Collectives | Trainings:
+    def warm_up(self) -> Turn:
         """What is done before time counts."""
 
 
@@ -118,9 +118,7 @@ def scenario_of(cell: AnyCell, network: Network, machine: Machine) -> Scenario:
     return modelled(cell.medium, cell.hosts, network, machine, tls=cell.tls)
 
 
-def simulated(
-    cell: Played, scenario: Scenario, turn: Collectives | Trainings, typical: Typical = statistics.median
-) -> Timing:
+def simulated(cell: Played, scenario: Scenario, turn: Turn, typical: Typical = statistics.median) -> Timing:
     """Simulate a turn of a cell."""
     algorithm, _ = cell.setup
     warmed_up_s: list[float] = []

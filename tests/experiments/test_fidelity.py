@@ -13,7 +13,6 @@ from experiments.fidelity.calibration import fitted
 from experiments.fidelity.cells import KB, MB, Cell, TrainingCell, collectives
 from experiments.fidelity.homes import MEDIA, WIRED, Network
 from experiments.fidelity.loaded import SHARE, Which, loaded_computing, scenario_of
-from experiments.fidelity.program import Trainings
 from experiments.fidelity.record import Record
 from experiments.fidelity.repeats import bound, deviations, repeated, run_name, runs_of
 from experiments.fidelity.report import classes, row, share_inside
@@ -163,8 +162,7 @@ def test_a_core_that_is_shared_half_of_the_time_makes_computing_half_as_long_aga
 
     def lasts_s(which: Which) -> float:
         home = scenario_of(replace(training, which=which), Network(), slow, scheduler())
-        turn = replace(training.turn, steps=1, repeats=1)
-        assert isinstance(turn, Trainings)
+        turn = replace(training.turn, rounds=1, repeats=1)
         return simulated(training, home, turn).median_s
 
     alone_s = lasts_s("none")

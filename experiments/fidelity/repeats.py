@@ -18,6 +18,7 @@ from experiments.fidelity.worlds import Timing, measure
 RUNS = 15
 KINDS = ("1 MB", "asymmetric, from 1 MB", "two at once, from 1 MB")
 _FEWEST_RUNS = 3
+_RUN = ", run "
 
 
 class RepeatedCell(msgspec.Struct, frozen=True):
@@ -46,7 +47,7 @@ class Bound(msgspec.Struct, frozen=True):
 
 
 def run_name(cell: str, run: int) -> str:
-    return f"{cell}, run {run}"
+    return f"{cell}{_RUN}{run}"
 
 
 def repeated(medium: str) -> list[RepeatedCell]:
@@ -68,8 +69,7 @@ def measure_repeated(cells: Sequence[RepeatedCell], done: Callable[[RepeatedCell
 
 def runs_of(timings: Mapping[str, Timing], cell: str) -> list[float]:
     """Return the times of all runs of a cell."""
-    found = (timings.get(run_name(cell, run)) for run in range(1, RUNS + 1))
-    return [timing.median_s for timing in found if timing is not None]
+    return [timing.median_s for name, timing in timings.items() if name.rpartition(_RUN)[0] == cell]
 
 
 def deviations(runs_s: Sequence[float]) -> list[float]:

@@ -94,6 +94,8 @@ def main(
             known = set() if again else {*record.timings, *repeats.timings}
             missing = [cell for cell in cells if cell.name not in known]
             _measure([cell for cell in missing if not isinstance(cell, RepeatedCell)], record, out, progress)
+            if any(isinstance(cell, LoadedCell) and (cell.computes or not measure_only) for cell in missing):
+                know_machine(out)
             _repeat([cell for cell in missing if isinstance(cell, RepeatedCell)], repeats, progress)
             _keep_machine(out / MACHINE)
         if measure_only:
@@ -115,10 +117,7 @@ def _measure(cells: Sequence[LabCell], record: Record, out: Path, progress: Prog
     if any(isinstance(cell, ChurnCell) for cell in cells):
         for cell, timing in measure_churn().items():
             done(cell, timing)
-    if loaded := [cell for cell in cells if isinstance(cell, LoadedCell)]:
-        if any(cell.computes for cell in loaded):
-            know_machine(out)
-        measure_loaded(loaded, done)
+    measure_loaded([cell for cell in cells if isinstance(cell, LoadedCell)], done)
 
 
 def _repeat(cells: Sequence[RepeatedCell], record: Record, progress: Progress) -> None:

@@ -32,6 +32,7 @@ from experiments.fidelity.switch import Station
 from experiments.fidelity.worlds import Timing, combined, simulated
 from experiments.peers.crew import Command, Crew, module, working
 from hcsim.config import BackgroundLoad, Machine, Processor, Scenario, load_scenario
+from hcsim.errors import ConfigError
 from hcsim.launch import DEFAULT_PORT
 from hcsim.units import PositiveSeconds, PositiveShare, Seconds
 
@@ -154,6 +155,11 @@ def loaded_computing() -> list[LoadedCell]:
     )
 
 
+def is_known(folder: Path) -> bool:
+    """Return whether the folder has what the model knows of a machine with one core."""
+    return all((folder / name).exists() for name in (MACHINE, SCHEDULER))
+
+
 def know_machine(folder: Path) -> None:
     """Measure what the model knows of a machine with one core, unless it is in the folder."""
     probed(folder / MACHINE)
@@ -225,6 +231,10 @@ def predict_loaded(
     cells: Sequence[LoadedCell], networks: Mapping[str, Network], off: Mapping[str, Residuals], folder: Path
 ) -> Iterator[tuple[LoadedCell, Timing]]:
     """Predict cells one by one."""
+    if cells and not is_known(folder):
+        raise ConfigError(f"{folder} has no {MACHINE} and {SCHEDULER}: run --only load-computing there first")
+    if not cells:
+        return
     machine = load_scenario(folder / MACHINE).machines[0]
     scheduler = msgspec.json.decode((folder / SCHEDULER).read_bytes(), type=Scheduler)
     for cell in cells:

@@ -6,7 +6,8 @@ import asyncio
 import hashlib
 from collections.abc import Awaitable
 from itertools import pairwise
-from typing import Any
+from statistics import fmean
+from typing import Any, TypeAlias
 
 import msgspec
 import numpy as np
@@ -18,6 +19,7 @@ from hcsim.collectives.select import Options, choose
 from hcsim.config import Machine, Training
 from hcsim.runtime.channel import Phantom
 from hcsim.training.trainer import train
+from hcsim.twin.prediction import exchanges_every
 from hcsim.units import ByteRate, FlopRate, PositiveShare, Seconds
 
 FLOAT_BYTES = 4
@@ -62,6 +64,31 @@ class Trainings(msgspec.Struct, frozen=True, tag=True):
         )  # fmt: skip
 
 
+class Steps(msgspec.Struct, frozen=True, tag=True):
+    """The steps of a training, repeated, without what comes before them."""
+
+    task: str
+    strategy: str
+    compressor: str
+    rounds: int
+    """Of as many steps as the strategy takes to exchange something; the first one is left out."""
+    repeats: int
+
+    @property
+    def every(self) -> int:
+        return max(4, exchanges_every(Training(strategy=self.strategy)))
+
+    @property
+    def training(self) -> Training:
+        steps = (1 + self.rounds) * self.every
+        return Training(
+            task=self.task, strategy=self.strategy, compressor=self.compressor, steps=steps, evaluate_every=steps
+        )
+
+
+Turn: TypeAlias = Collectives | Trainings | Steps
+
+
 class Laps(msgspec.Struct, frozen=True, tag=True):
     """How it went on one rank."""
 
@@ -80,9 +107,23 @@ def options(hosts: int, algorithm: str) -> Options:
     return Options(timeout_s=60.0, groups=groups)
 
 
-async def run(group: Group, turn: Collectives | Trainings) -> Laps:
+async def run(group: Group, turn: Turn) -> Laps:
     """Take a turn."""
-    return await (run_collectives(group, turn) if isinstance(turn, Collectives) else run_trainings(group, turn))
+    match turn:
+        case Collectives():
+            return await run_collectives(group, turn)
+        case Trainings():
+            return await run_trainings(group, turn)
+        case _:
+            return await run_steps(group, turn)
+
+
+async def run_steps(group: Group, turn: Steps) -> Laps:
+    """Train anew each time; the seconds are the mean of the steps, and none on a rank that takes no steps of its
+    own."""
+    reports = [await train(group, turn.training, seed=1) for _ in range(turn.repeats)]
+    laps = [[point.spent_s["whole"] for point in report.points[turn.every :]] for report in reports]
+    return Laps([fmean(lap) if lap else 0.0 for lap in laps], turn.training.algorithm, reports[-1].sha256 or "")
 
 
 async def run_trainings(group: Group, turn: Trainings) -> Laps:

@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 import hcsim
-from experiments.fidelity.program import MAC, OLD, Collectives, Laps, Trainings, options, run
+from experiments.fidelity.program import MAC, OLD, Laps, Turn, options, run
 from experiments.peers.crew import CONTROL
 from hcsim.config import CATALOGUE
 from hcsim.identity.keys import ClusterSecret, NodeKey
@@ -54,7 +54,7 @@ async def main(job: Job, rank: int) -> None:
                 line = await asyncio.to_thread(lines.readline)
                 if not line:
                     return
-                message = await run(group, msgspec.json.decode(line, type=Collectives | Trainings))
+                message = await run(group, msgspec.json.decode(line, type=Turn))
 
 
 def _tls(folder: str, rank: int) -> ClusterTls:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
+from typing import TypeAlias
 
 import msgspec
 import numpy as np
@@ -16,9 +18,17 @@ from rich.table import Table
 from experiments.fidelity.cells import SHARED_KIND, AnyCell
 from experiments.fidelity.churn import ChurnCell
 from experiments.fidelity.computed import ComputedCell
+from experiments.fidelity.loaded import LoadedCell
+from experiments.fidelity.repeats import bound
 from experiments.fidelity.worlds import Timing
 from experiments.figures.style import LOOKS, figure, labelled, save_data, time_label
 
+LOADED_TARGETS = {
+    "collectives": (0.02, 0.08),
+    "64 KB": (0.08, 0.20),
+    "compute slept": (0.04, 0.10),
+    "real compute": (0.08, 0.20),
+}
 TARGETS: dict[str, tuple[float | None, float | None]] = {
     "rings and halving, from 16 MB": (0.005, 0.02),
     "others from 16 MB": (0.02, 0.08),
@@ -30,10 +40,14 @@ TARGETS: dict[str, tuple[float | None, float | None]] = {
     "training step, compute slept": (0.04, 0.10),
     "training step, real compute": (0.08, 0.20),
     "unmodified script, probed": (0.08, 0.20),
+    **{f"shared load, {what}{over}": target for what, target in LOADED_TARGETS.items() for over in ("", " over TLS")},
     "a member is lost: noticed": (0.15, None),
     "a member is lost: next step": (0.15, None),
 }
 """The median and the 90th percentile of the error that a class is to have, in the order of the table."""
+
+
+LabCell: TypeAlias = AnyCell | ChurnCell | ComputedCell | LoadedCell
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -72,9 +86,15 @@ class Class(msgspec.Struct, frozen=True):
     """The median of the cells' spreads."""
     target_median: float | None
     target_p90: float | None
+    runs_median: float | None = None
+    """Of the errors that the median of many runs has in single ones: a bound of the median error."""
+    runs_p90: float | None = None
+    median_error_of_runs: float | None = None
+    """Of the errors in the median of many runs."""
+    p90_error_of_runs: float | None = None
 
 
-def row(cell: AnyCell | ChurnCell | ComputedCell, measured: Timing, predicted: Timing) -> Row:
+def row(cell: LabCell, measured: Timing, predicted: Timing) -> Row:
     spread = (measured.p90_s - measured.p10_s) / 2 / measured.median_s
     return Row(
         cell.name, cell.kind, cell.calibrates, measured.median_s, predicted.median_s,
@@ -84,8 +104,8 @@ def row(cell: AnyCell | ChurnCell | ComputedCell, measured: Timing, predicted: T
     )  # fmt: skip
 
 
-def classes(rows: Sequence[Row]) -> list[Class]:
-    """The classes in the order of the targets, then the others."""
+def classes(rows: Sequence[Row], repeats: Mapping[str, Timing] = MappingProxyType({})) -> list[Class]:
+    """The classes in the order of the targets, then the others; `repeats` are runs of their cells."""
     found = {}
     for kind in dict.fromkeys((*TARGETS, *(row.kind for row in rows))):
         mine = [row for row in rows if row.kind == kind and not row.calibrates]
@@ -93,9 +113,11 @@ def classes(rows: Sequence[Row]) -> list[Class]:
             errors = [abs(row.error) for row in mine]
             spread = statistics.median(row.spread for row in mine)
             median, p90 = float(np.median(errors)), float(np.percentile(errors, 90))
+            runs = bound({row.cell: row.predicted_s for row in mine}, repeats)
             found[kind] = Class(
-                kind, len(mine), median, p90, share_inside(mine), spread, *TARGETS.get(kind, (None, None))
-            )
+                kind, len(mine), median, p90, share_inside(mine), spread, *TARGETS.get(kind, (None, None)),
+                *((runs.median, runs.p90, runs.error_median, runs.error_p90) if runs is not None else ()),
+            )  # fmt: skip
     return list(found.values())
 
 
@@ -113,10 +135,15 @@ def table(found: Sequence[Class], rows: Sequence[Row]) -> Table:
     if len(rows) > calibrating:
         title += f"; {share_inside(rows):.0%} of the measured medians are between p10 and p90"
     result = Table(title=title, box=box.SIMPLE_HEAD)
-    for heading in ("class", "cells", "median", "p90", "inside p10–p90", "spread of repeats", "target: median", "p90"):
+    headings = (
+        "class", "cells", "median", "p90", "inside p10–p90", "spread of repeats", "of runs: median", "p90",
+        "target: median", "p90",
+    )  # fmt: skip
+    for heading in headings:
         result.add_column(heading, justify="left" if heading == "class" else "right")
     for each in found:
-        shares = (each.median_error, each.p90_error, each.inside, each.spread, each.target_median, each.target_p90)
+        errors = (each.median_error, each.p90_error, each.inside)
+        shares = (*errors, each.spread, each.runs_median, each.runs_p90, each.target_median, each.target_p90)
         result.add_row(
             each.kind,
             str(each.cells),

@@ -10,13 +10,14 @@ from contextlib import ExitStack
 from functools import partial
 from itertools import groupby
 from pathlib import Path
+from typing import Protocol, TypeAlias
 
 import msgspec
 import numpy as np
 
 from experiments.fidelity.cells import MB, AnyCell, Cell, TrainingCell
 from experiments.fidelity.homes import Network, built, modelled
-from experiments.fidelity.program import Collectives, Laps, Trainings, options, run
+from experiments.fidelity.program import Collectives, Laps, Turn, options, run
 from experiments.fidelity.rank import Job, Ready
 from experiments.fidelity.switch import Station
 from experiments.peers.crew import Command, Crew, module, working
@@ -41,6 +42,25 @@ class Timing(msgspec.Struct, frozen=True):
     """What was done; `auto` may choose differently in the two worlds."""
     sha256: str
     """Of the results of all ranks."""
+
+
+class Played(Protocol):
+    """What the simulator asks of a cell."""
+
+    @property
+    def hosts(self) -> int: ...
+
+    @property
+    def setup(self) -> tuple[str, str]:
+        """What the group is asked to be ready for, and the device."""
+
+    @property
+    def warm_up(self) -> Turn:
+        """What is done before time counts."""
+
+
+Typical: TypeAlias = Callable[[Sequence[float]], float]
+"""What stands for the repeats of a cell."""
 
 
 def _team(cell: AnyCell) -> tuple[str, int, tuple[str, str], bool]:
@@ -73,7 +93,7 @@ def _commands(machines: Sequence[Station], setup: tuple[str, str], tls: bool, fo
 
 def measured(crew: Crew, cell: AnyCell) -> Timing:
     crew.take(cell.warm_up, Laps)
-    return _combined(crew.take(cell.turn(cell.repeats), Laps))
+    return combined(crew.take(cell.turn(cell.repeats), Laps))
 
 
 def predicted(cell: AnyCell, network: Network, machine: Machine) -> Timing:
@@ -82,13 +102,13 @@ def predicted(cell: AnyCell, network: Network, machine: Machine) -> Timing:
         repeats = 2
     else:  # more where it costs little: who begins late may change from one repeat to the next
         repeats = 3 if cell.size_bytes >= MB else min(cell.repeats, _MOST_SIMULATED)
-    return _simulated(cell, scenario_of(cell, network, machine), cell.turn(repeats))
+    return simulated(cell, scenario_of(cell, network, machine), cell.turn(repeats))
 
 
 def predicted_s(cell: Cell, network: Network, machine: Machine) -> float:
     """Simulate a cell without data, for its time alone."""
     turn = msgspec.structs.replace(cell.turn(2), phantom=True)
-    return _simulated(cell, scenario_of(cell, network, machine), turn).median_s
+    return simulated(cell, scenario_of(cell, network, machine), turn).median_s
 
 
 def scenario_of(cell: AnyCell, network: Network, machine: Machine) -> Scenario:
@@ -98,7 +118,8 @@ def scenario_of(cell: AnyCell, network: Network, machine: Machine) -> Scenario:
     return modelled(cell.medium, cell.hosts, network, machine, tls=cell.tls)
 
 
-def _simulated(cell: AnyCell, scenario: Scenario, turn: Collectives | Trainings) -> Timing:
+def simulated(cell: Played, scenario: Scenario, turn: Turn, typical: Typical = statistics.median) -> Timing:
+    """Simulate a turn of a cell."""
     algorithm, _ = cell.setup
     warmed_up_s: list[float] = []
 
@@ -116,12 +137,13 @@ def _simulated(cell: AnyCell, scenario: Scenario, turn: Collectives | Trainings)
         await clock.sleep(max(warmed_up_s) + _PAUSE_S - clock.elapsed())
         return await run(group, turn)
 
-    return _combined(simulate(scenario, program, options=options(cell.hosts, algorithm)).values())
+    return combined(simulate(scenario, program, options=options(cell.hosts, algorithm)).values(), typical)
 
 
-def _combined(reports: Sequence[Laps]) -> Timing:
+def combined(reports: Sequence[Laps], typical: Typical = statistics.median) -> Timing:
+    """Return the timing of all ranks."""
     slowest = [max(times) for times in zip(*(report.seconds for report in reports), strict=True)]
     p10, p90 = (float(np.percentile(slowest, share)) for share in (10, 90))
     # Reports come in the order in which the processes have started, not in that of the ranks.
     digest = hashlib.sha256("".join(sorted(report.sha256 for report in reports)).encode()).hexdigest()
-    return Timing(statistics.median(slowest), p10, p90, len(slowest), reports[0].algorithm, digest)
+    return Timing(typical(slowest), p10, p90, len(slowest), reports[0].algorithm, digest)

@@ -402,6 +402,21 @@ class Stranger(Fault, frozen=True, tag="stranger"):
             raise UsageError("a stranger needs ghosts (more than 0), or a node that it spoofs")
 
 
+class BackgroundLoad(Fault, frozen=True, tag="background_load"):
+    """Other programs of the node's owner use its cores, one each.
+
+    Each works for a share of a period and sleeps for the rest. Work is counted in processor time: a program that has to
+    share a core works longer. Periods are between half and one and a half of the given one, at random."""
+
+    node: str
+    share: PositiveShare = PositiveShare(1)
+    """1: they always work."""
+    programs: Count = 1
+    period_s: PositiveSeconds = PositiveSeconds(0.1)
+    duration_s: PositiveSeconds | None = None
+    """None: for good."""
+
+
 AnyFault: TypeAlias = (
     Crash | Restart | Pause | Lid | Throttle
     | Partition | Clog | HalfOpen | Reset | LinkChange | Datagrams
@@ -411,7 +426,7 @@ AnyFault: TypeAlias = (
     | MulticastLoss | StaleRecord | OneWayVisibility | CopiedIdentity
     | StuckDevice | BlockedPort | Misbehave
     | FullDisk | SlowDisk | FewDescriptors | Stranger
-    | Leave
+    | Leave | BackgroundLoad
 )  # fmt: skip
 
 OWN_FAULTS: dict[str, type[AnyFault]] = {kind.__struct_config__.tag: kind for kind in get_args(AnyFault)}

@@ -67,6 +67,10 @@ class Processor(Table, frozen=True):
 
     name: Name
     cores: Count = 1
+    slice_s: Seconds = Seconds(0)
+    """How long a program keeps a core for which others wait. 0: cores are shared ideally, in slices of no length."""
+    tick_s: Seconds = Seconds(0)
+    """The interval of the timer at which the scheduler looks whether a slice is over."""
 
 
 LARGEST_WINDOW_BYTES = 1 << 30

@@ -22,6 +22,7 @@ from hcsim.config.check import check_known
 from hcsim.config.faults import (
     FAULTS,
     AnyFault,
+    BackgroundLoad,
     BlockedPort,
     CablePulled,
     ClockDrift,
@@ -354,5 +355,10 @@ _NAMED_KINDS: Mapping[str, FaultGenerator] = {
     ),
     "stranger": _strangers,
     "leave": _leaves,
+    "background_load": _lasting(
+        lambda draw, at, lasts: BackgroundLoad(
+            at, draw.node(), _share(draw, 0.2), draw.rng.randint(1, 4), duration_s=lasts
+        )
+    ),
 }
 """The kinds that are drawn only when they are named."""

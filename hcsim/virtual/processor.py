@@ -15,7 +15,8 @@ A host that takes part in a collective operation pays `operation_s` for it once.
 peers do, so a processor that has waited for the first message has done it meanwhile.
 
 Messages are first in, first out. Several processors may share cores: n that are busy on fewer cores have an equal share
-each, as a system's scheduler gives it. So it is with a device that computes on its host's processor.
+each, as a system's scheduler gives it, or take turns where its slices are known (`time_slices.py`). So it is with a
+device that computes on its host's processor, and with programs of the machine's owner.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class CoreUser(Protocol):
     """Something that runs on a core while it has work."""
 
     def run_at(self, share: float) -> None:
-        """It has this share of a core from now on."""
+        """It has this share of a core from now on; 0: it waits for one."""
 
 
 class Cores:
@@ -78,21 +79,54 @@ class Cores:
                     other.run_at(share)
 
 
-class MessageProcessor:
+class CoreWork:
+    """Work that is done on a core, at the share of it that there is: a `CoreUser`."""
+
+    def __init__(self, env: Environment, cores: Cores) -> None:
+        self._env = env
+        self._cores = cores
+        self._left_ns = 0.0
+        """Work that is left, as of `_since_ns`."""
+        self._since_ns = 0
+        self._share = 0.0
+        self._due = 0
+
+    def run_at(self, share: float) -> None:
+        """Go on with this share of a core."""
+        now_ns = self._env.now_ns
+        self._left_ns -= (now_ns - self._since_ns) * self._share
+        self._since_ns, self._share = now_ns, share
+        self._due += 1
+        if share > 0.0:
+            self._env.call_at(now_ns + max(ceil(self._left_ns / share), 0), self._reached, self._due)
+
+    def _reached(self, due: int) -> None:
+        if due == self._due:
+            self._done()
+
+    def _begin(self, work_ns: float) -> None:
+        self._left_ns, self._since_ns = work_ns, self._env.now_ns
+
+    def _stop(self) -> None:
+        """There is nothing left to do."""
+        self._due += 1
+        self._share = 0.0
+        self._cores.leave(self)
+
+    def _done(self) -> None:
+        """Called when no work is left."""
+        raise NotImplementedError
+
+
+class MessageProcessor(CoreWork):
     """Handles the messages of one host, in the order in which they come."""
 
     def __init__(self, env: Environment, costs: MessageCosts, cores: Cores, *, tls: bool) -> None:
-        self._env = env
-        self._cores = cores
+        super().__init__(env, cores)
         self._costs = costs
         self._send_s_per_byte = 1.0 / costs.send_rate_Bps + (1.0 / costs.tls_send_rate_Bps if tls else 0.0)
         self._receive_s_per_byte = 1.0 / costs.receive_rate_Bps + (1.0 / costs.tls_receive_rate_Bps if tls else 0.0)
         self._queue: deque[tuple[int, Callable[[], None]]] = deque()
-        self._left_ns = 0.0
-        """Work that is left of the first in the queue, as of `_since_ns`."""
-        self._since_ns = 0
-        self._share = 0.0
-        self._due = 0
         self._idle_since_ns = 0
         self._operations: dict[tuple[int, int, int], None] = {}
         self.busy_ns = 0
@@ -123,36 +157,23 @@ class MessageProcessor:
     def _handle(self, seconds: float, operation_ns: int, done: Callable[[], None]) -> None:
         self._queue.append((round(seconds * NS) + operation_ns, done))
         if len(self._queue) == 1:
-            self._left_ns, self._since_ns = float(self._queue[0][0]), self._env.now_ns
+            self._begin(float(self._queue[0][0]))
             self._cores.enter(self)
 
     def end(self) -> None:
         """Handle nothing more; what is in the queue is lost."""
-        self._due += 1
         self._queue.clear()
-        self._cores.leave(self)
+        self._stop()
 
-    def run_at(self, share: float) -> None:
-        """Go on with this share of a core."""
-        now_ns = self._env.now_ns
-        self._left_ns -= (now_ns - self._since_ns) * self._share
-        self._since_ns, self._share = now_ns, share
-        self._due += 1
-        self._env.call_at(now_ns + max(ceil(self._left_ns / share), 0), self._handled, self._due)
-
-    def _handled(self, due: int) -> None:
-        if due != self._due:
-            return
+    def _done(self) -> None:
         work_ns, done = self._queue.popleft()
         self.busy_ns += work_ns
         if self._queue:
-            self._left_ns, self._since_ns = float(self._queue[0][0]), self._env.now_ns
+            self._begin(float(self._queue[0][0]))
             self.run_at(self._share)
         else:
-            self._due += 1
             self._idle_since_ns = self._env.now_ns
-            self._share = 0.0
-            self._cores.leave(self)
+            self._stop()
         done()
 
 

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import msgspec
 import simpy
 
-from hcsim.config import AnyFault, Scenario
+from hcsim.config import AnyFault, Processor, Scenario
 from hcsim.errors import ConfigError, HcsimError, UsageError
 from hcsim.registry import function_in
 from hcsim.runtime.channel import Phantom
@@ -29,6 +29,7 @@ from hcsim.virtual.links import ResourceGraph
 from hcsim.virtual.loop import VirtualLoop
 from hcsim.virtual.network import FluidNetwork
 from hcsim.virtual.processor import Cores
+from hcsim.virtual.time_slices import TimeSlicedCores
 
 T = TypeVar("T")
 
@@ -70,7 +71,7 @@ class World:
         self.wiring = HostNetwork(scenario, self.net, self._hosts)
         self.datagrams = DatagramRules()
         self.tampering = FrameFaults(self.wiring, self.trace, sealed=sealed)
-        shared = {processor.name: Cores(processor.cores) for processor in scenario.processors}
+        shared = {processor.name: self._cores_of(processor) for processor in scenario.processors}
         for node in scenario.nodes:
             cores = shared[node.processor] if node.processor else Cores()
             self._hosts[node.name] = VirtualHost(self, node.name, machine_of(node), cores)
@@ -81,6 +82,9 @@ class World:
             if not isinstance(process, Generator):
                 raise ConfigError(f"{name}: a SimPy process is a generator, and this is {type(process).__name__}")
             self.env.process(process)
+
+    def _cores_of(self, processor: Processor) -> Cores:
+        return TimeSlicedCores(self.env, processor) if processor.slice_s > 0.0 else Cores(processor.cores)
 
     @property
     def topology(self) -> ResourceGraph:

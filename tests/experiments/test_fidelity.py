@@ -11,12 +11,16 @@ from experiments.fidelity.__main__ import PARTS
 from experiments.fidelity.bands import Calibration, Residuals, banded, residuals, with_band
 from experiments.fidelity.calibration import fitted
 from experiments.fidelity.cells import KB, MB, Cell, TrainingCell, collectives
-from experiments.fidelity.homes import MEDIA, Network
+from experiments.fidelity.homes import MEDIA, WIRED, Network
+from experiments.fidelity.loaded import SHARE, Which, loaded_computing, scenario_of
 from experiments.fidelity.record import Record
+from experiments.fidelity.repeats import bound, deviations, repeated, run_name, runs_of
 from experiments.fidelity.report import classes, row, share_inside
-from experiments.fidelity.worlds import Timing, measure, predicted
-from hcsim.config import CATALOGUE
+from experiments.fidelity.scheduler import Scheduler, Wakes
+from experiments.fidelity.worlds import Timing, measure, predicted, simulated
+from hcsim.config import CATALOGUE, Machine
 from hcsim.errors import ConfigError
+from hcsim.units import ByteRate, FlopRate, Seconds
 from tests.real.namespaces import obstacle
 
 DRIFT = 0.1
@@ -115,6 +119,55 @@ def test_a_slept_training_is_simulated_with_the_time_of_its_machine() -> None:
     """Each of two ranks computes for about 60 ms of a step, and what it sends takes a few more."""
     cell = TrainingCell("100mb", 2, "digits", "ddp", "topk:0.01+ef")
     assert 0.05 < predicted(cell, Network(), IDEAL).median_s < 0.09
+
+
+def test_runs_that_differ_bound_the_error_of_any_prediction() -> None:
+    """Of five runs, one takes twice as long: the median of the others is off by half there, and nowhere else."""
+    runs = {run_name(CELL.name, run): timing(2.0 if run == 3 else 1.0) for run in range(1, 6)}
+    found = bound({CELL.name: 1.25, "not repeated": 7.0}, runs)
+    assert found is not None
+    assert (found.cells, found.runs, found.median) == (1, 5, 0.0)
+    assert deviations(runs_of(runs, CELL.name)) == [0.0, 0.0, 0.5, 0.0, 0.0]
+    assert (found.error_median, found.error_p90) == pytest.approx((0.25, 0.25))
+
+
+def test_cells_that_were_not_repeated_have_no_bound() -> None:
+    assert bound({CELL.name: 1.0}, {run_name(CELL.name, 1): timing(1.0)}) is None
+    (found,) = classes([row(replace(CELL, size_bytes=1 * MB), timing(1.0), timing(1.0))])
+    assert found.runs_median is None
+
+
+def test_what_is_repeated_did_not_calibrate() -> None:
+    for medium in WIRED:
+        cells = [each.inner for each in repeated(medium)]
+        assert cells
+        assert not any(cell.calibrates for cell in cells)
+
+
+def scheduler() -> Scheduler:
+    """One as of Linux on two cores: 1.4 ms, which are seen every 4 ms."""
+    alone = Wakes(0.0001, 0.00003, False, 100, 0.00006, (0.00006,) * 9, 0.00003)
+    busy = Wakes(0.0001, 0.002, True, 100, 0.0005, (*(0.00006,) * 8, 0.00146), 0.004)
+    return Scheduler(gaps_s=(0.004,) * 5, own_s=(0.004,) * 5, wakes=(alone, busy), pairs=())
+
+
+def test_the_slice_of_a_scheduler_is_the_longest_wait_and_its_tick_divides_turns() -> None:
+    assert (scheduler().slice_s, scheduler().tick_s) == pytest.approx((0.0014, 0.004))
+
+
+def test_a_core_that_is_shared_half_of_the_time_makes_computing_half_as_long_again() -> None:
+    """A step that computes for a second and sends next to nothing; with the neighbour on the other machine, too."""
+    slow = Machine("slow", FlopRate(2e6), ByteRate(1e12), overhead_s=Seconds(0), shares_processor=True)
+    training = next(cell for cell in loaded_computing() if cell.inner.medium == "1gb" and cell.inner.task == "digits")
+
+    def lasts_s(which: Which) -> float:
+        home = scenario_of(replace(training, which=which), Network(), slow, scheduler())
+        turn = replace(training.turn, rounds=1, repeats=1)
+        return simulated(training, home, turn).median_s
+
+    alone_s = lasts_s("none")
+    assert lasts_s("all") / alone_s == pytest.approx(1 + SHARE, rel=0.1)
+    assert lasts_s("one") / alone_s == pytest.approx(1 + SHARE, rel=0.1)
 
 
 @pytest.mark.slow

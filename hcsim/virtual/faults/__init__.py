@@ -7,7 +7,7 @@ faults can be shortened without changing the rest of the run.
 
 from __future__ import annotations
 
-from hcsim.virtual.faults import data, discovery, network, node
+from hcsim.virtual.faults import data, discovery, load, network, node
 from hcsim.virtual.faults.apply import apply, schedule
 
-__all__ = ["apply", "data", "discovery", "network", "node", "schedule"]
+__all__ = ["apply", "data", "discovery", "load", "network", "node", "schedule"]

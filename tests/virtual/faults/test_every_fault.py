@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from hcsim.config import (
     FAULTS,
     AnyFault,
+    BackgroundLoad,
     BlockedPort,
     CablePulled,
     ClockDrift,
@@ -87,6 +88,7 @@ EACH: tuple[tuple[AnyFault, str | None], ...] = (
     (FewDescriptors(1.0, "pro", 1, 0.5), "give"),
     (Stranger(1.0, "home", 10.0, "pro", False, "silent", 0.5), "ghost"),
     (Leave(1.0, "pro"), None),
+    (BackgroundLoad(1.0, "pro", 0.5, 2, 0.01, 0.5), "rest"),
 )
 """One of each kind, and what the trace says when it has healed or found its prey."""
 

@@ -16,6 +16,7 @@ from hcsim.cli.options import (
     Command,
     Commands,
     RankOptions,
+    ReplayOptions,
     RunOptions,
     names_of,
     taking,
@@ -60,6 +61,17 @@ def bench(**options: Any) -> None:
         from hcsim.cli import request
 
         done = request.bench(BenchOptions(**options))
+    _end(done)
+
+
+@app.command(cls=Command)
+@taking(ReplayOptions)
+def replay(**options: Any) -> None:
+    """Do what execution traces of MLCommons Chakra say, on a virtual cluster."""
+    with errors_told():
+        from hcsim.cli import request
+
+        done = request.replay(ReplayOptions(**options))
     _end(done)
 
 

@@ -14,10 +14,12 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
+from asyncio import Task, current_task
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import count
-from typing import TypeAlias
+from typing import Any, TypeAlias
+from weakref import WeakKeyDictionary
 
 import msgspec
 
@@ -29,8 +31,9 @@ _BATCH = 256
 
 
 class IntervalSink(ABC):
-    """A sink that receives intervals, too: (time, "begin", host, number, purpose, detail) and (time, "end", host,
-    number)."""
+    """A sink that receives intervals, too: (time, "begin", host, number, purpose, detail, thread, *figures) and (time,
+    "end", host, number). A thread is an asyncio task, by a number; (time, "spawn", host, thread, parent) is the start
+    of one."""
 
     @abstractmethod
     def __call__(self, events: Sequence[Event]) -> None: ...
@@ -95,16 +98,44 @@ class Intervals:
         self._trace = trace if trace is not None and trace.has_intervals else None
         self._now_ns = now_ns
         self._host = host
+        self._threads: WeakKeyDictionary[Task[Any], int] = WeakKeyDictionary()
 
-    def __call__(self, purpose: str, detail: object = "") -> AbstractContextManager[None]:
-        """Note what the host does in this block."""
-        return _NOTHING if self._trace is None else self._noted(self._trace, purpose, str(detail))
+    def __call__(
+        self, purpose: str, detail: object = "", about: Callable[[], Sequence[str | int | float]] | None = None
+    ) -> AbstractContextManager[None]:
+        """Note what the host does in this block; `about` is asked for figures if anybody receives them."""
+        return _NOTHING if self._trace is None else self._noted(self._trace, purpose, str(detail), about)
+
+    def spawned(self, task: Task[Any]) -> None:
+        """Note that the present task has started this one."""
+        if self._trace is not None:
+            thread, parent = self._thread(self._trace, task), self._thread(self._trace, _present())
+            self._trace.append([(self._now_ns(), "spawn", self._host, thread, parent)])
 
     @contextmanager
-    def _noted(self, trace: Trace, purpose: str, detail: str) -> Iterator[None]:
-        number = next(trace.numbers)
-        trace.append([(self._now_ns(), "begin", self._host, number, purpose, detail)])
+    def _noted(
+        self, trace: Trace, purpose: str, detail: str, about: Callable[[], Sequence[str | int | float]] | None
+    ) -> Iterator[None]:
+        number, thread = next(trace.numbers), self._thread(trace, _present())
+        figures = () if about is None else about()
+        trace.append([(self._now_ns(), "begin", self._host, number, purpose, detail, thread, *figures)])
         try:
             yield
         finally:
             trace.append([(self._now_ns(), "end", self._host, number)])
+
+    def _thread(self, trace: Trace, task: Task[Any] | None) -> int:
+        """Return the number of a task; 0 outside of all."""
+        if task is None:
+            return 0
+        thread = self._threads.get(task)
+        if thread is None:
+            thread = self._threads[task] = next(trace.numbers)
+        return thread
+
+
+def _present() -> Task[Any] | None:
+    try:
+        return current_task()
+    except RuntimeError:  # no event loop runs
+        return None

@@ -185,11 +185,14 @@ def show_run(record: Recording, files: RecordingFiles) -> None:
 def _write_graph(prefix: Path, graph: ExecutionGraph) -> None:
     graphs = graph.ranks()
     written = write_traces(prefix, graphs)
-    names = f"{written.files[0]}, …" if len(written.files) > 1 else ", ".join(map(str, written.files))
-    screen.note(f"execution traces of {len(written.files)} ranks with {written.nodes:,} nodes: {names}")
+    names = ", ".join([*map(str, written.files[:1]), *(["…"] if len(written.files) > 1 else [])])
+    ranks = screen.counted(len(written.files), "rank")
+    screen.note(f"execution traces of {ranks} with {written.nodes:,} nodes: {names or 'nothing happened'}")
+    if len(graphs) > 1 and all(node.exchange is None for graph in graphs for node in graph.nodes):
+        screen.note("they have computations only: nothing was exchanged by operations of a group")
     if graph.is_cut:
         screen.note("they end before the run does: it is too long, or its ranks were numbered anew")
-    if (beyond := trace_file(prefix, len(graphs))).exists():
+    if (beyond := trace_file(prefix, len(graphs))).exists() and graphs:
         screen.note(f"{beyond} is of another run, which had more ranks")
 
 

@@ -17,7 +17,7 @@ from hcsim.config.scenario import first_nodes
 from hcsim.errors import ConfigError
 from hcsim.launch.virtual import simulate
 from hcsim.replay.program import LONGEST_S, Program, load_program
-from hcsim.replay.run import ReplayRepeat, TimeSource, replay
+from hcsim.replay.run import ReplayRepeat, replay
 from hcsim.transport.groups import Wire
 
 
@@ -26,7 +26,7 @@ class ReplayJob(msgspec.Struct, frozen=True):
 
     trace: Path
     nodes: int | None
-    times: TimeSource
+    modelled: bool
     repeat: int
     files: RecordingFiles
 
@@ -41,7 +41,7 @@ def run_replay(asked: ReplayJob, scenario: Scenario, wire: Wire) -> bool:
 
         async def run(group: Group) -> list[ReplayRepeat]:
             await assemble(group, LONGEST_S, lambda missing: None)
-            return await replay(group, program, asked.times, asked.repeat)
+            return await replay(group, program, "modelled" if asked.modelled else "recorded", asked.repeat)
 
         outcome = simulate(scenario, run, options=Options(timeout_s=LONGEST_S), wire=wire, sink=record.sink)
         record.keep(outcome.metrics)

@@ -92,10 +92,10 @@ def replay(options: ReplayOptions) -> bool:
     outputs = {"--trace": options.trace, "--timeline": options.timeline, "--chakra": None}
     chosen, wire, files = _modelled(chosen, settings, outputs)
     settings.finish(dict.fromkeys(("training", "job", "cluster"), "with `hcsim run`"))
-    times = options.times or "recorded"
-    if times not in ("recorded", "modelled"):
-        raise ConfigError(f'--times {times}: "recorded" or "modelled"')
-    return run_replay(ReplayJob(options.traces, options.nodes, times, options.repeat or 1, files), chosen, wire)
+    if options.times not in (None, "recorded", "modelled"):
+        raise ConfigError(f'--times {options.times}: "recorded" or "modelled"')
+    modelled = options.times == "modelled"
+    return run_replay(ReplayJob(options.traces, options.nodes, modelled, options.repeat or 1, files), chosen, wire)
 
 
 def rank(options: RankOptions) -> bool:

@@ -108,7 +108,7 @@ def program_of_one(path: Path, nodes: Sequence[ChakraNode], ranks: int) -> Progr
     for node in rank.exchanges:
         if node.type != NodeType.COMM_COLL or rank.members(node, ranks) != everybody:
             raise ConfigError(f"{path}: {node} is not for all ranks: that needs the files of all of them")
-    calls = {
+    calls: Calls = {
         node.id: _collective(rank, node, number, everybody, (0, (rank.size(node),) * ranks))
         for number, node in enumerate(rank.exchanges)
     }

@@ -168,7 +168,7 @@ class ExecutionGraph(IntervalSink):
             return
         exchange = None
         if purpose == "operation":
-            exchange = Exchange(*figures[:-1], members=_members(figures[-1]))
+            exchange = Exchange(*figures[:8], _members(figures[8]))
             self.is_cut |= not _is_of(machine, exchange)
         elif purpose not in _WORK:
             return
@@ -193,8 +193,10 @@ class ExecutionGraph(IntervalSink):
         if node.exchange is None:  # the device does one piece after the other, in the order of the requests
             node.begin_ns = max(node.begin_ns, min(machine.busy_until_ns, at_ns))
             machine.busy_until_ns = max(machine.busy_until_ns, at_ns)
-        node.end_ns = at_ns
         thread.at_work -= 1
+        if len(fields) > 1:  # it failed
+            return
+        node.end_ns = at_ns
         thread.merge([node])
         parent = thread.parent
         if parent is not None and node.exchange is not None:

@@ -17,6 +17,7 @@ from abc import ABC, abstractmethod
 from asyncio import Task, current_task
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from itertools import count
 from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
@@ -32,8 +33,8 @@ _BATCH = 256
 
 class IntervalSink(ABC):
     """A sink that receives intervals, too: (time, "begin", host, number, purpose, detail, thread, *figures) and (time,
-    "end", host, number). A thread is an asyncio task, by a number; (time, "spawn", host, thread, parent) is the start
-    of one."""
+    "end", host, number), with "failed" behind it if an error ended the block. A thread is an asyncio task, by a number;
+    (time, "spawn", host, thread, parent) is the start of one."""
 
     @abstractmethod
     def __call__(self, events: Sequence[Event]) -> None: ...
@@ -89,6 +90,8 @@ class Trace:
 
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
+_thread: ContextVar[int] = ContextVar("_thread", default=0)
+"""The number of the task that noted something last in this context: in a new task that of its parent."""
 
 
 class Intervals:
@@ -109,33 +112,38 @@ class Intervals:
     def spawned(self, task: Task[Any]) -> None:
         """Note that the present task has started this one."""
         if self._trace is not None:
-            thread, parent = self._thread(self._trace, task), self._thread(self._trace, _present())
-            self._trace.append([(self._now_ns(), "spawn", self._host, thread, parent)])
+            self._begin_thread(self._trace, task, self._present(self._trace))
 
     @contextmanager
     def _noted(
         self, trace: Trace, purpose: str, detail: str, about: Callable[[], Sequence[str | int | float]] | None
     ) -> Iterator[None]:
-        number, thread = next(trace.numbers), self._thread(trace, _present())
+        number, thread = next(trace.numbers), self._present(trace)
         figures = () if about is None else about()
         trace.append([(self._now_ns(), "begin", self._host, number, purpose, detail, thread, *figures)])
+        failed: tuple[str, ...] = ("failed",)
         try:
             yield
+            failed = ()
         finally:
-            trace.append([(self._now_ns(), "end", self._host, number)])
+            trace.append([(self._now_ns(), "end", self._host, number, *failed)])
 
-    def _thread(self, trace: Trace, task: Task[Any] | None) -> int:
-        """Return the number of a task; 0 outside of all."""
+    def _present(self, trace: Trace) -> int:
+        """Return the number of the present task; 0 outside of all. A task whose start was not noted is a child of the
+        one from which it has its context."""
+        try:
+            task = current_task()
+        except RuntimeError:  # no event loop runs
+            task = None
         if task is None:
             return 0
-        thread = self._threads.get(task)
-        if thread is None:
-            thread = self._threads[task] = next(trace.numbers)
-        return thread
+        number = self._threads.get(task)
+        if number is None:
+            number = self._begin_thread(trace, task, _thread.get())
+        _thread.set(number)
+        return number
 
-
-def _present() -> Task[Any] | None:
-    try:
-        return current_task()
-    except RuntimeError:  # no event loop runs
-        return None
+    def _begin_thread(self, trace: Trace, task: Task[Any], parent: int) -> int:
+        number = self._threads[task] = next(trace.numbers)
+        trace.append([(self._now_ns(), "spawn", self._host, number, parent)])
+        return number

@@ -11,16 +11,19 @@ Through ssh nothing listens but on the loopback addresses, and all travels in ss
 
 from __future__ import annotations
 
+import gc
 import logging
 import shlex
 import socket
 import subprocess
+import sys
 import threading
 import warnings
 from collections.abc import Generator, Iterator
 from concurrent.futures import CancelledError
 from contextlib import ExitStack, suppress
 from typing import Any
+from urllib.parse import urlsplit
 
 from hcsim.errors import ConfigError
 from hcsim.pool import Finished, TaskFunction
@@ -59,10 +62,11 @@ class DaskPool:
         if where.startswith(_SSH):
             hosts = [host.strip() for host in where.removeprefix(_SSH).split(",")]
             address = self._closing.enter_context(_SshCluster(distributed, hosts)).address
+        _check_reachable(where, address)
         try:
-            client = distributed.Client(address, timeout=_CONNECT_S, set_as_default=False)
-        except (OSError, ValueError, TypeError) as error:
-            why = str(error).splitlines()[0] if str(error) else type(error).__name__
+            client = _client(distributed, address)
+        except OSError as error:
+            why = str(error).splitlines()[0]
             raise ConfigError(f"--dask {where}: there is no scheduler that answers ({why})") from None
         self._closing.callback(_quietly, client.close)
         try:
@@ -170,7 +174,7 @@ class _SshCluster:
 
     def __enter__(self) -> _SshCluster:
         cluster = self._distributed.LocalCluster(
-            n_workers=0, host=_LOOPBACK, dashboard_address=None, silence_logs=logging.CRITICAL
+            n_workers=0, host=_LOOPBACK, dashboard_address=f"{_LOOPBACK}:0", silence_logs=logging.CRITICAL
         )
         self._stack.callback(_quietly, cluster.close)
         self.address = cluster.scheduler_address
@@ -204,7 +208,6 @@ def serve(port: int, own: int) -> None:
     """Be the worker that another machine has started here through ssh, until that goes away."""
     import asyncio
     import os
-    import sys
     import tempfile
 
     distributed = _library()
@@ -218,6 +221,7 @@ def serve(port: int, own: int) -> None:
         with tempfile.TemporaryDirectory(prefix="hcsim-dask-") as folder:
             worker = distributed.Worker(
                 f"tcp://{_LOOPBACK}:{port}", host=_LOOPBACK, port=own, nthreads=os.cpu_count() or 1, dashboard=False,
+                dashboard_address=f"{_LOOPBACK}:0",
                 memory_limit=0, local_directory=folder, death_timeout=_WORKERS_S,
             )  # fmt: skip
             await worker
@@ -225,6 +229,39 @@ def serve(port: int, own: int) -> None:
 
     threading.Thread(target=watch, daemon=True).start()
     asyncio.run(work())
+
+
+def _check_reachable(where: str, address: str) -> None:
+    """Refuse at once an address where nobody listens, or something that is no scheduler, which would speak first: Dask
+    would try again and again, or wait for ever."""
+    host, port = urlsplit(address).hostname, _port(address)
+    if host is None or port is None or address.partition("://")[0] not in ("tcp", "tls"):
+        raise ConfigError(f"--dask {where}: give tcp://host:8786, tls://host:8786, or ssh:host,host to start workers")
+    try:
+        with socket.create_connection((host, port), _CONNECT_S) as line:
+            if address.startswith("tcp") and not line.recv(1):
+                raise OSError("what listens there is none")
+    except OSError as error:
+        raise ConfigError(f"--dask {where}: there is no scheduler that answers ({error.strerror or error})") from None
+
+
+def _port(address: str) -> int | None:
+    try:
+        return urlsplit(address).port
+    except ValueError:
+        return None
+
+
+def _client(distributed: Any, address: str) -> Any:
+    """Return a client. One that could not be made complains of that when it is collected, which nobody needs."""
+    told, sys.unraisablehook = sys.unraisablehook, lambda _: None
+    try:
+        return distributed.Client(address, timeout=_CONNECT_S, set_as_default=False)
+    except Exception as error:
+        raise OSError(f"{type(error).__name__}: {error}") from None
+    finally:
+        gc.collect()
+        sys.unraisablehook = told
 
 
 def _library() -> Any:

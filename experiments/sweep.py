@@ -38,7 +38,8 @@ from experiments.study.store import Store
 from hcsim.cli.errors import INTERRUPTED
 from hcsim.errors import ConfigError
 from hcsim.files import write_whole
-from hcsim.pool import Pool, open_pool
+from hcsim.pool import Pool
+from hcsim.pool.open import open_pool
 from hcsim.registry import load_plugin
 
 _OF_A_CHECKOUT = ("pyproject.toml", "hcsim/__init__.py", "experiments/sweep.py")

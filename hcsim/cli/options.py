@@ -55,9 +55,7 @@ Seed = Annotated[Number, _option("Of the model, its batches, jitter, loss and fa
 Save = Annotated[File, _option("Write the model that was learned to this file.", metavar="FILE")]
 Trace = Annotated[File, _option("Write every event to this file, as JSON lines.", metavar="FILE")]
 Timeline = Annotated[File, _option("Write a timeline to look at in ui.perfetto.dev.", metavar="FILE")]
-Chakra = Annotated[
-    File, _option("Write execution traces of MLCommons Chakra: PREFIX.0.et, PREFIX.1.et, …", metavar="PREFIX")
-]
+_CHAKRA = "Write execution traces of MLCommons Chakra: PREFIX.0.et, PREFIX.1.et, …"
 Operation = Annotated[Text, _option("all_reduce, broadcast, all_gather, …", kind="operations", metavar="NAME")]
 
 
@@ -96,7 +94,7 @@ class RunOptions(msgspec.Struct, frozen=True):
     save: Save = None
     trace: Trace = None
     timeline: Timeline = None
-    chakra: Chakra = None
+    chakra: Annotated[File, typer.Option("--chakra", help=_CHAKRA, metavar="PREFIX", hidden=True)] = None
     dashboard: Annotated[
         bool,
         typer.Option(
@@ -127,7 +125,7 @@ class BenchOptions(msgspec.Struct, frozen=True):
     set: Set = None
     trace: Trace = None
     timeline: Timeline = None
-    chakra: Chakra = None
+    chakra: Annotated[File, _option(_CHAKRA, metavar="PREFIX")] = None
 
 
 class ReplayOptions(msgspec.Struct, frozen=True):

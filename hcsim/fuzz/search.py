@@ -24,7 +24,8 @@ from hcsim.fuzz.generate import scenario_of
 from hcsim.fuzz.invariants import Breach
 from hcsim.fuzz.shrink import shrink
 from hcsim.fuzz.trial import Trial, run_trial, trial_of, write_finding
-from hcsim.pool import Pool, TaskFunction, open_pool
+from hcsim.pool import Pool, TaskFunction
+from hcsim.pool.open import open_pool
 
 T = TypeVar("T")
 

@@ -40,15 +40,3 @@ class Pool(Protocol):
 
     def close(self) -> None:
         """End the workers that belong to the pool, at once."""
-
-
-def open_pool(jobs: int, dask: str | None = None) -> Pool:
-    """Return a pool of so many local processes, or of the Dask cluster at an address (tcp://host:port, or
-    ssh:host,host)."""
-    if dask is not None:
-        from hcsim.pool.dask import DaskPool
-
-        return DaskPool(dask)
-    from hcsim.pool.local import LocalPool
-
-    return LocalPool(jobs)

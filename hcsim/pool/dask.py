@@ -87,7 +87,8 @@ class DaskPool:
 
     @property
     def size(self) -> int:
-        return max(1, sum(self._client.nthreads().values()))
+        threads: dict[str, int] = self._client.nthreads()
+        return max(1, sum(threads.values()))
 
     def run(self, function: TaskFunction, tasks: Iterator[bytes]) -> Generator[Finished]:
         from distributed import as_completed

@@ -168,7 +168,7 @@ class ExecutionGraph(IntervalSink):
             return
         exchange = None
         if purpose == "operation":
-            exchange = Exchange(*figures[:8], _members(figures[8]))
+            exchange = Exchange._make([*figures[:8], _members(figures[8])])
             self.is_cut |= not _is_of(machine, exchange)
         elif purpose not in _WORK:
             return

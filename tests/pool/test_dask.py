@@ -22,9 +22,10 @@ from experiments.study.grid import parse_sweep
 from experiments.sweep import sweep
 from hcsim.errors import ConfigError
 from hcsim.fuzz.search import TrialPool, answer_trial, judge
-from hcsim.pool import Finished, Pool, TaskFunction, open_pool
+from hcsim.pool import Finished, Pool, TaskFunction
 from hcsim.pool.identity import unlike
 from hcsim.pool.local import LocalPool
+from hcsim.pool.open import open_pool
 
 pytest.importorskip("distributed")
 psutil = pytest.importorskip("psutil")

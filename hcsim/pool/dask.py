@@ -22,6 +22,7 @@ import warnings
 from collections.abc import Generator, Iterator
 from concurrent.futures import CancelledError
 from contextlib import ExitStack, suppress
+from queue import Empty, Queue
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -35,6 +36,7 @@ from hcsim.registry import loaded_plugins
 _SSH = "ssh:"
 _CONNECT_S = 10.0
 _WORKERS_S = 60.0
+_LOOK_S = 5.0
 _LOOPBACK = "127.0.0.1"
 _AHEAD = 2
 """Tasks in flight for each thread of a worker, so that none waits for the next."""
@@ -87,14 +89,11 @@ class DaskPool:
 
     @property
     def size(self) -> int:
-        threads: dict[str, int] = self._client.nthreads()
-        return max(1, sum(threads.values()))
+        return max(1, self._threads())
 
     def run(self, function: TaskFunction, tasks: Iterator[bytes]) -> Generator[Finished]:
-        from distributed import as_completed
-
         flying: dict[Any, bytes] = {}
-        completed = as_completed(loop=self._client.loop)
+        completed: Queue[Any] = Queue()
         try:
             while True:
                 for task in tasks:
@@ -102,16 +101,32 @@ class DaskPool:
                         answer_task, function, task, self._plugins, self._identity, pure=False, key=None
                     )
                     flying[future] = task
-                    completed.add(future)
+                    future.add_done_callback(completed.put)
                     if len(flying) >= _AHEAD * self.size:
                         break
                 if not flying:
                     return
-                future = next(completed)
+                future = self._next(completed)
                 yield self._finished(future, flying.pop(future))
         finally:
             with suppress(Exception):  # the scheduler may be gone
                 self._client.cancel(list(flying))
+
+    def _next(self, completed: Queue[Any]) -> Any:
+        """Return a future that is over; give up if all workers or the scheduler are lost."""
+        alone_s = 0.0
+        while alone_s < _WORKERS_S:
+            with suppress(Empty):
+                return completed.get(timeout=_LOOK_S)
+            alone_s = 0.0 if self._threads() else alone_s + _LOOK_S
+        raise ConfigError(f"--dask {self._where}: no worker is left; the same command goes on once there are some")
+
+    def _threads(self) -> int:
+        try:
+            threads: dict[str, int] = self._client.nthreads()
+        except Exception as error:  # any of those of Dask, tornado and the sockets below
+            raise ConfigError(f"--dask {self._where}: the scheduler is lost ({type(error).__name__})") from None
+        return sum(threads.values())
 
     def _finished(self, future: Any, task: bytes) -> Finished:
         from distributed import KilledWorker
@@ -272,7 +287,9 @@ def _library() -> Any:
             import distributed
     except ImportError as error:
         raise ConfigError(f"--dask needs Dask's distributed ({error}): {_INSTALL}") from None
-    logging.getLogger("distributed").setLevel(logging.CRITICAL)
+    for name in ("distributed", "tornado.application", "asyncio", *logging.root.manager.loggerDict):
+        if name.partition(".")[0] in ("distributed", "tornado", "asyncio"):
+            logging.getLogger(name).setLevel(logging.CRITICAL + 1)
     warnings.filterwarnings("ignore", category=distributed.versions.VersionMismatchWarning)  # we say more
     return distributed
 

@@ -144,8 +144,7 @@ class _Rank:
             if self.places.setdefault(node.id, place) != place:
                 raise self.wrong(node, "has a number that another node has, too")
         self._groups = self._listed_groups()
-        kinds = (NodeType.COMM_COLL, NodeType.COMM_SEND, NodeType.COMM_RECV)
-        self.exchanges = sorted((node for node in nodes if node.type in kinds), key=lambda node: node.id)
+        self.exchanges = sorted((node for node in nodes if _is_exchange(node)), key=lambda node: node.id)
 
     def wrong(self, node: ChakraNode, what: str) -> ConfigError:
         return ConfigError(f"{self.path}: {node} {what}")
@@ -243,6 +242,14 @@ class _Rank:
         names = [str(self.nodes[each]) for each in cycle[:_SHOWN]]
         more = ["…"] if len(cycle) > _SHOWN else []
         return " on ".join([*names, *more, names[0]])
+
+
+def _is_exchange(node: ChakraNode) -> bool:
+    """Return whether a node exchanges data. In traces of torch, the processor's part of a collective has its type, too,
+    and takes time like a computation."""
+    if node.type not in (NodeType.COMM_COLL, NodeType.COMM_SEND, NodeType.COMM_RECV):
+        return False
+    return not (node.attributes.get("is_cpu_op") and "comm_size" not in node.attributes)
 
 
 def _collective(

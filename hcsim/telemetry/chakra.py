@@ -3,10 +3,11 @@ rank, PREFIX.RANK.et.
 
 A file is a `GlobalMetadata` and then `Node`s, each with its length in front. The numbers are those of
 schema/protobuf/et_def.proto of https://github.com/mlcommons/chakra; types of attributes are those that its feeder
-reads. A node has all its dependencies in `data_deps`: the feeder does not look at `ctrl_deps`. The size of a collective
-(`comm_size`) is that of one rank's input. Groups other than all ranks are named by a metadata node, as in traces of
-torch: "['[{"pg_name": "1", "ranks": [0, 1]}]']". Times are whole microseconds; the rest is carried over to the
-machine's next node, so that it does not add up.
+reads. A node has all its dependencies in `data_deps`. The feeder does not look at `ctrl_deps`, and neither does the
+reader: in traces of torch they name the call within which a call was made, which is over later, or not there. The size
+of a collective (`comm_size`) is that of one rank's input. Groups other than all ranks are named by a metadata node, as
+in traces of torch: "['[{"pg_name": "1", "ranks": [0, 1]}]']". Times are whole microseconds; the rest is carried over to
+the machine's next node, so that it does not add up.
 
 A file that is read may come from anywhere: its nodes, its dependencies and the size of each message are limited, and an
 error says what is wrong in a line.
@@ -69,7 +70,6 @@ class _Field(IntEnum):
     NODE_ID = 1
     NODE_NAME = 2
     NODE_TYPE = 3
-    NODE_CTRL_DEPS = 4
     NODE_DATA_DEPS = 5
     NODE_START = 6
     NODE_DURATION = 7
@@ -319,7 +319,7 @@ def _node(message: memoryview) -> ChakraNode:
             name = _string(value)[:_MOST_NAME]
         elif field == _Field.NODE_TYPE:
             kind = _whole(value)
-        elif field in (_Field.NODE_CTRL_DEPS, _Field.NODE_DATA_DEPS):
+        elif field == _Field.NODE_DATA_DEPS:
             dependencies.extend([value] if isinstance(value, int) else _unpacked(value))
         elif field == _Field.NODE_START:
             start_us = _whole(value)

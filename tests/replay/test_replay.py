@@ -121,6 +121,12 @@ def test_collectives_of_unlike_order_find_each_other() -> None:
     assert replayed(of_all(first, second))[0].seconds < 0.2
 
 
+def test_the_part_of_the_processor_in_a_collective_of_torch_takes_its_time() -> None:
+    call = node(1, type=NodeType.COMM_COLL, us=400_000, is_cpu_op=1)
+    lasted_s = replayed(program_of_one(PATH, [call, collective(2, 1)], 2))[0].seconds
+    assert lasted_s == pytest.approx(0.4 + replayed(program_of_one(PATH, [collective(2)], 2))[0].seconds, abs=0.02)
+
+
 def test_a_message_arrives_before_what_depends_on_it() -> None:
     program = of_all(
         [node(1, us=500_000), send(2, 1, to=1, comm_tag=7), receive(3, source=1, comm_tag=7)],

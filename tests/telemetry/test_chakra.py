@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,12 +17,16 @@ from typer.testing import CliRunner
 from hcsim import simulate, simulate_training
 from hcsim.cli.app import app
 from hcsim.collectives.group import Group
-from hcsim.config import Crash, Training, load_scenario
+from hcsim.config import Cluster, Crash, Training, load_scenario
 from hcsim.errors import ConfigError
+from hcsim.launch.real import RealNode, train_in_cluster
+from hcsim.node import ClusterJob
+from hcsim.real.keys import new_secret, save_secret
 from hcsim.runtime.channel import Phantom
 from hcsim.telemetry.chakra import MOST_MESSAGE_BYTES, ChakraNode, TraceLimits, read_trace, write_traces
 from hcsim.telemetry.execution import ExecutionGraph
 from hcsim.units import Seconds
+from tests.conftest import free_addresses
 
 FIELDS = {
     "GlobalMetadata": {"version": (1, "string")},
@@ -206,6 +211,19 @@ def test_a_run_writes_the_traces_that_it_is_asked_for(tmp_path: Path) -> None:
     refused = CliRunner().invoke(app, arguments)
     assert refused.exit_code == 2
     assert "nowhere/run.0.et: cannot be written" in refused.output
+
+
+def test_a_real_machine_writes_what_it_did_itself(tmp_path: Path) -> None:
+    save_secret(tmp_path, "home", new_secret())
+    control, data = (int(address.rpartition(":")[2]) for address in free_addresses(2))
+    cluster = Cluster(nodes=1, discover=False, discovery_port=control, gradient_port=data)
+    graph = ExecutionGraph()
+    plan = ClusterJob(cluster, Training(task="convex", steps=4), 1)
+    asyncio.run(train_in_cluster(RealNode(tmp_path, name="mac", hosts=("127.0.0.1",)), plan, sink=graph))
+    (path,) = write_traces(tmp_path / "run", graph.ranks()).files
+    names = Counter(node.name for node in feed(decoded(path)[1]))
+    assert path.name == "run.0.et"
+    assert (names["forward"], names["update"]) == (4, 4)
 
 
 def test_what_was_written_is_read_again(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from typing import Annotated
 import typer
 
 from experiments import asked
+from hcsim.cli.errors import errors_told
 from hcsim.cli.fuzz import FuzzOptions, replay_seed, search
 from hcsim.fuzz.search import cores
 
@@ -51,7 +52,8 @@ def main(
         asked.check_json(json)
         file = None if json is None else Path(json)
         start = 1 if first is None else first
-        held = search(FuzzOptions(seeds, start, None, workers, True, None, FINDINGS, file, dask))
+        with errors_told():
+            held = search(FuzzOptions(seeds, start, None, workers, True, None, FINDINGS, file, dask))
     if not held:
         raise typer.Exit(1)
 

@@ -4,6 +4,7 @@
     python -m experiments.sweep --quick            the same, coarser, in a few minutes, in results/quick/
     python -m experiments.sweep crossover          one study (see experiments/sweeps/), in results/crossover/
     python -m experiments.sweep mine.toml --out D  a file of one's own
+    python -m experiments.sweep --dask ssh:a,b     on other machines (see docs/howto/sweep.md)
 
 `hcsim sweep` is the same where hcsim is installed. Outside of a checkout of the project --out has to be given.
 
@@ -20,7 +21,7 @@ import json
 import os
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, NamedTuple
@@ -37,6 +38,8 @@ from experiments.study.store import Store
 from hcsim.cli.errors import INTERRUPTED
 from hcsim.errors import ConfigError
 from hcsim.files import write_whole
+from hcsim.pool import Pool
+from hcsim.pool.open import open_pool
 from hcsim.registry import load_plugin
 
 _OF_A_CHECKOUT = ("pyproject.toml", "hcsim/__init__.py", "experiments/sweep.py")
@@ -51,8 +54,8 @@ class Outcome(NamedTuple):
     drawn: list[str]
 
 
-def sweep(asked: list[Asked], out: Path, jobs: int, command: list[str], console: Console) -> Outcome:
-    """Run what is not yet finished and write everything."""
+def sweep(asked: list[Asked], out: Path, pool: Pool, command: list[str], console: Console) -> Outcome:
+    """Run what is not yet finished in this pool, and write everything."""
     store = Store(out / ".cells")
     cells = list(dict.fromkeys(cell for _, cell in asked))
     results = {cell: entry.result for cell in cells if (entry := store.get(cell))}
@@ -60,14 +63,14 @@ def sweep(asked: list[Asked], out: Path, jobs: int, command: list[str], console:
     if len(results):
         console.print(f"{len(results)} of {len(cells)} cells are finished already", highlight=False)
 
-    with Bar(todo, jobs, console) as bar:
+    with Bar(todo, pool.size, console) as bar:
 
         def finished(cell: AnyCell, result: Result, cost_s: float) -> None:
             store.put(cell, result, cost_s)
             results[cell] = result
             bar.finished(cell, result, cost_s)
 
-        run_cells(todo, jobs, finished)
+        run_cells(todo, pool, finished)
     problems = write(asked, results, out, command)
     for study, problem in problems.items():
         if problem:
@@ -158,6 +161,10 @@ def main(
         list[str] | None, typer.Option(help="A plugin to load, a module or a file; may be given several times.")
     ] = None,
     jobs: Annotated[int | None, typer.Option(min=1, max=512, help="Processes; left out, one for each core.")] = None,
+    dask: Annotated[
+        str | None,
+        typer.Option(metavar="ADDRESS", help="Run on a Dask cluster: tcp://host:8786, or ssh:host,host to start one."),
+    ] = None,
 ) -> None:
     """Run a sweep of simulated runs; write tables, a manifest and figures."""
     console = Console(stderr=True)
@@ -165,6 +172,8 @@ def main(
     def complain(problem: str) -> None:
         console.print(f"error: {problem}", markup=False, highlight=False, soft_wrap=True)
 
+    if jobs is not None and dask is not None:
+        raise typer.BadParameter("the workers of a Dask cluster know how many processes they have", param_hint="--jobs")
     if what == "":
         raise typer.BadParameter(f"a name is needed: a file, or one of {', '.join(shipped_sweeps())}")
     names = shipped_sweeps() if what is None else [what]
@@ -187,7 +196,11 @@ def main(
     ]
     with _terminated_as_interrupted() as terminated:
         try:
-            failed, drawn = sweep(asked, folder, jobs or os.cpu_count() or 1, command, console)
+            with closing(open_pool(jobs or os.cpu_count() or 1, dask)) as pool:
+                failed, drawn = sweep(asked, folder, pool, command, console)
+        except ConfigError as error:
+            complain(str(error))
+            raise typer.Exit(2) from None
         except KeyboardInterrupt:
             console.print("interrupted: finished cells are kept, and the same command goes on from there")
             raise typer.Exit(TERMINATED if terminated else INTERRUPTED) from None

@@ -100,8 +100,9 @@ async def _repeat(group: Group, job: Job, algorithm: str, number: int) -> JobRep
     start, expected = _EXERCISES[job.operation](group, _Inputs(job, group.size))
     began_s = host.clock.elapsed()
     if job.compute is not None:
-        with host.interval("compute"):
-            await host.device.run(Work(flops=job.compute), lambda: None)
+        work = Work(flops=job.compute)
+        with host.interval("compute", "", work.figures):
+            await host.device.run(work, lambda: None)
     computed_s = host.clock.elapsed()
     await group.barrier()
     sent_before, started_s = group.bytes_sent, host.clock.elapsed()

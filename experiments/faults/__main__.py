@@ -15,6 +15,7 @@ from typing import Annotated
 import typer
 
 from experiments import asked
+from hcsim.cli.errors import errors_told
 from hcsim.cli.fuzz import FuzzOptions, replay_seed, search
 from hcsim.fuzz.search import cores
 
@@ -29,9 +30,12 @@ def main(
     figure: Annotated[bool, typer.Option("--figure", help="Draw detection and recovery against heartbeats.")] = False,
     out: Annotated[Path | None, typer.Option(help="Where the figure goes; left out, results/.")] = None,
     json: Annotated[str | None, typer.Option(help="Write all that was found to this file.")] = None,
+    dask: Annotated[
+        str | None, typer.Option(help="Run on a Dask cluster: tcp://host:8786, or ssh:host,host to start one.")
+    ] = None,
 ) -> None:
     """Hold random clusters to what must always hold."""
-    many = {"--seeds": seeds, "--first": first, "--json": json}
+    many = {"--seeds": seeds, "--first": first, "--json": json, "--dask": dask}
     if figure:
         asked.refuse("beside --figure", {"--seed": seed, **many})
         from experiments.faults.figure import draw
@@ -47,7 +51,9 @@ def main(
     else:
         asked.check_json(json)
         file = None if json is None else Path(json)
-        held = search(FuzzOptions(seeds, 1 if first is None else first, None, workers, True, None, FINDINGS, file))
+        start = 1 if first is None else first
+        with errors_told():
+            held = search(FuzzOptions(seeds, start, None, workers, True, None, FINDINGS, file, dask))
     if not held:
         raise typer.Exit(1)
 

@@ -17,6 +17,7 @@ from hcsim.cli.options import (
     Commands,
     ProbeOptions,
     RankOptions,
+    ReplayOptions,
     RunOptions,
     names_of,
     taking,
@@ -61,6 +62,17 @@ def bench(**options: Any) -> None:
         from hcsim.cli import request
 
         done = request.bench(BenchOptions(**options))
+    _end(done)
+
+
+@app.command(cls=Command)
+@taking(ReplayOptions)
+def replay(**options: Any) -> None:
+    """Do what execution traces of MLCommons Chakra say, on a virtual cluster."""
+    with errors_told():
+        from hcsim.cli import request
+
+        done = request.replay(ReplayOptions(**options))
     _end(done)
 
 
@@ -259,6 +271,10 @@ def fuzz(
     state: Annotated[Path | None, typer.Option(help="A record: with it an interrupted search goes on.")] = None,
     out: Annotated[Path, typer.Option(help="The folder for small scenarios that break something.")] = Path("findings"),
     json: Annotated[Path | None, typer.Option(help="Write all that was found to this file.")] = None,
+    dask: Annotated[
+        str | None,
+        typer.Option(metavar="ADDRESS", help="Run on a Dask cluster: tcp://host:8786, or ssh:host,host to start one."),
+    ] = None,
 ) -> None:
     """Search random faults for one that breaks what must hold."""
     with errors_told():
@@ -268,7 +284,10 @@ def fuzz(
         only(
             "without --seed and --replay",
             {} if seed is None and replay is None
-            else {"--seeds": seeds, "--minutes": minutes, "--state": state, "--json": json, "--workers": workers},
+            else {
+                "--seeds": seeds, "--minutes": minutes, "--state": state, "--json": json, "--workers": workers,
+                "--dask": dask,
+            },
         )  # fmt: skip
         if seed is not None:
             only("without --seed", {"--replay": replay})
@@ -276,8 +295,18 @@ def fuzz(
         elif replay is not None:
             done = replay_file(replay)
         else:
-            done = search(FuzzOptions(seeds, first, minutes, workers, shrink, state, out, json))
+            only("without --dask", {"--workers": workers} if dask is not None else {})
+            done = search(FuzzOptions(seeds, first, minutes, workers, shrink, state, out, json, dask))
     _end(done)
+
+
+@app.command("dask-worker", hidden=True)
+def dask_worker(port: Annotated[int, typer.Argument()], own: Annotated[int, typer.Argument()]) -> None:
+    """Work for the machine that has started this through ssh, until that goes away."""
+    with errors_told():
+        from hcsim.pool.dask import serve
+
+        serve(port, own)
 
 
 @app.command()

@@ -42,6 +42,8 @@ class FuzzOptions(msgspec.Struct, frozen=True):
     state: Path | None
     out: Path
     json: Path | None
+    dask: str | None = None
+    """The Dask cluster that runs the trials."""
 
 
 def search(asked: FuzzOptions) -> bool:
@@ -53,7 +55,7 @@ def search(asked: FuzzOptions) -> bool:
     began_s, judged, interrupted = monotonic(), 0, False
     workers = asked.workers or cores()
     findings: list[Finding] = []
-    with TrialPool(workers) as pool:
+    with TrialPool(workers, asked.dask) as pool:
         try:
             for trial in _shown(pool.judged(_wanted(asked, trials)), asked, trials):
                 judged += 1

@@ -55,6 +55,7 @@ Seed = Annotated[Number, _option("Of the model, its batches, jitter, loss and fa
 Save = Annotated[File, _option("Write the model that was learned to this file.", metavar="FILE")]
 Trace = Annotated[File, _option("Write every event to this file, as JSON lines.", metavar="FILE")]
 Timeline = Annotated[File, _option("Write a timeline to look at in ui.perfetto.dev.", metavar="FILE")]
+_CHAKRA = "Write execution traces of MLCommons Chakra: PREFIX.0.et, PREFIX.1.et, …"
 Operation = Annotated[Text, _option("all_reduce, broadcast, all_gather, …", kind="operations", metavar="NAME")]
 
 
@@ -93,6 +94,7 @@ class RunOptions(msgspec.Struct, frozen=True):
     save: Save = None
     trace: Trace = None
     timeline: Timeline = None
+    chakra: Annotated[File, typer.Option("--chakra", help=_CHAKRA, metavar="PREFIX", hidden=True)] = None
     dashboard: Annotated[
         bool,
         typer.Option(
@@ -118,6 +120,34 @@ class BenchOptions(msgspec.Struct, frozen=True):
     dtype: Annotated[Text, _option("float32, bfloat16, int64, …", kind="dtypes", metavar="NAME")] = None
     repeat: Annotated[Number, _option("How many times it is done.", metavar="N")] = None
     algorithm: Annotated[Text, _option("ring, tree, … or auto.", kind="algorithms", metavar="NAME")] = None
+    seed: Annotated[Number, _option("Of jitter, loss and faults.", metavar="N")] = None
+    plugin: Plugins = None
+    set: Set = None
+    trace: Trace = None
+    timeline: Timeline = None
+    chakra: Annotated[File, _option(_CHAKRA, metavar="PREFIX")] = None
+
+
+class ReplayOptions(msgspec.Struct, frozen=True):
+    """The arguments and options of `hcsim replay`."""
+
+    traces: Annotated[
+        File, typer.Argument(metavar="TRACES", help="PREFIX of PREFIX.0.et, …; or one rank's file, which all ranks do.")
+    ] = None
+    scenario: Annotated[
+        Text,
+        typer.Argument(
+            metavar="SCENARIO",
+            help="A scenario file, or the name of a shipped one.",
+            autocompletion=names_of("scenarios"),
+        ),
+    ] = None
+
+    nodes: Annotated[Number, _option("How many ranks do what one rank's file says.", least=1, metavar="N")] = None
+    times: Annotated[
+        Text, _option('Of computations: "recorded", or "modelled" by FLOPs and bytes.', metavar="WHICH")
+    ] = None
+    repeat: Annotated[Number, _option("How many times it is done.", least=1, metavar="N")] = None
     seed: Annotated[Number, _option("Of jitter, loss and faults.", metavar="N")] = None
     plugin: Plugins = None
     set: Set = None

@@ -12,6 +12,8 @@ import msgspec
 from hcsim.cli import screen
 from hcsim.collectives.naming import naming
 from hcsim.errors import CollectiveError, CollectiveTimeout, ConfigError, HcsimError
+from hcsim.telemetry.chakra import trace_file, write_traces
+from hcsim.telemetry.execution import ExecutionGraph
 from hcsim.telemetry.metrics import HostMetrics
 from hcsim.telemetry.timeline import MOST_STEPS, Timeline
 from hcsim.telemetry.trace import Event, IntervalSink, Sink
@@ -30,6 +32,8 @@ class RecordingFiles(msgspec.Struct, frozen=True):
     timeline: Path | None = None
     timeline_steps: int = MOST_STEPS
     """The number of steps after which the timeline ends."""
+    chakra: Path | None = None
+    """The beginning of the names of the execution traces."""
 
 
 class Recording(msgspec.Struct, frozen=True):
@@ -42,6 +46,8 @@ class Recording(msgspec.Struct, frozen=True):
     """What the page will show, if one was requested."""
     timeline: Timeline | None = None
     """What writes the timeline, if one was requested."""
+    graph: ExecutionGraph | None = None
+    """What the execution traces will be made from, if they were requested."""
 
     def keep(self, metrics: Mapping[str, HostMetrics]) -> None:
         """Write the hosts' final metrics in Prometheus' text format."""
@@ -71,6 +77,10 @@ class _Output:
                 self._failed = self._failure(error)
         if self._failed is not None:
             raise self._failed
+
+    def close(self) -> None:
+        """Leave the file empty: it can be written."""
+        self._file.close()
 
     def __enter__(self) -> _Output:
         return self
@@ -119,7 +129,7 @@ def recording(files: RecordingFiles) -> Iterator[Recording]:
         with ExitStack() as stack:
             sinks = [] if files.trace is None else [_lines(stack.enter_context(_Output(files.trace)))]
             figures = None if files.metrics is None else stack.enter_context(_Output(files.metrics))
-            run = timeline = None
+            run = timeline = graph = None
             if files.dashboard:
                 from hcsim.cli.recorded import RecordedRun
 
@@ -130,7 +140,11 @@ def recording(files: RecordingFiles) -> Iterator[Recording]:
                 timeline = Timeline(_until_lost(output.write), files.timeline_steps)
                 stack.callback(timeline.end)
                 sinks.append(timeline)
-            yield Recording(_all(sinks), figures, run, timeline)
+            if files.chakra is not None:
+                _Output(trace_file(files.chakra, 0)).close()
+                graph = ExecutionGraph()
+                sinks.append(graph)
+            yield Recording(_all(sinks), figures, run, timeline, graph)
     except _Lost as lost:
         raise lost.error from None
 
@@ -162,10 +176,26 @@ def show_run(record: Recording, files: RecordingFiles) -> None:
         from hcsim.cli.timeline import tell_timeline
 
         tell_timeline(files.timeline, record.timeline.end())
+    if record.graph is not None and files.chakra is not None:
+        _write_graph(files.chakra, record.graph)
     if record.run is not None:
         from hcsim.cli.dashboard import show_recorded
 
         show_recorded(record.run)
+
+
+def _write_graph(prefix: Path, graph: ExecutionGraph) -> None:
+    graphs = graph.ranks()
+    written = write_traces(prefix, graphs)
+    names = ", ".join([*map(str, written.files[:1]), *(["…"] if len(written.files) > 1 else [])])
+    ranks = screen.counted(len(written.files), "rank")
+    screen.note(f"execution traces of {ranks} with {written.nodes:,} nodes: {names or 'nothing happened'}")
+    if len(graphs) > 1 and all(node.exchange is None for graph in graphs for node in graph.nodes):
+        screen.note("they have computations only: nothing was exchanged by operations of a group")
+    if graph.is_cut:
+        screen.note("they end before the run does: it is too long, or its ranks were numbered anew")
+    if (beyond := trace_file(prefix, len(graphs))).exists() and graphs:
+        screen.note(f"{beyond} is of another run, which had more ranks")
 
 
 class _WithIntervals(IntervalSink):

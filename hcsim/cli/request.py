@@ -31,7 +31,7 @@ from hcsim.transport.groups import Wire
 from hcsim.units import did_you_mean
 
 if TYPE_CHECKING:
-    from hcsim.cli.options import BenchOptions, ProbeOptions, RankOptions, RunOptions
+    from hcsim.cli.options import BenchOptions, ProbeOptions, RankOptions, ReplayOptions, RunOptions
     from hcsim.cli.ranks import ManualRank
     from hcsim.cli.recording import RecordingFiles
     from hcsim.cli.twin import ChosenTwin
@@ -78,6 +78,24 @@ def bench(options: BenchOptions) -> bool:
     bands = settings.take("prediction", PredictionSettings(), ("bands",)).bands
     settings.finish({"training": "with `hcsim run`", "cluster": "with `hcsim run`"})
     return run_virtual(chosen, wire, files, bands)
+
+
+def replay(options: ReplayOptions) -> bool:
+    """`hcsim replay`. Return whether all ranks came to the end."""
+    from hcsim.cli.replay import ReplayJob, run_replay
+
+    if options.traces is None:
+        raise ConfigError("give the traces, PREFIX of PREFIX.0.et, …, and a scenario")
+    _prepare(options.plugin)
+    settings = Settings(options.set, {})
+    chosen = _scenario(options.scenario, None, options.seed)
+    outputs = {"--trace": options.trace, "--timeline": options.timeline, "--chakra": None}
+    chosen, wire, files = _modelled(chosen, settings, outputs)
+    settings.finish(dict.fromkeys(("training", "job", "cluster"), "with `hcsim run`"))
+    if options.times not in (None, "recorded", "modelled"):
+        raise ConfigError(f'--times {options.times}: "recorded" or "modelled"')
+    modelled = options.times == "modelled"
+    return run_replay(ReplayJob(options.traces, options.nodes, modelled, options.repeat or 1, files), chosen, wire)
 
 
 def rank(options: RankOptions) -> bool:
@@ -355,18 +373,18 @@ def _modelled(
 
 
 def _traced(options: RunOptions | BenchOptions) -> dict[str, Path | None]:
-    return {"--trace": options.trace, "--timeline": options.timeline}
+    return {"--trace": options.trace, "--timeline": options.timeline, "--chakra": options.chakra}
 
 
 def _recorded(settings: Settings, outputs: Mapping[str, Path | None], metrics: Path | None) -> RecordingFiles:
     """Return the files that a run writes as it goes."""
     from hcsim.cli.recording import RecordingFiles
 
-    trace, timeline = outputs["--trace"], outputs["--timeline"]
+    trace, timeline, chakra = (outputs[name] for name in ("--trace", "--timeline", "--chakra"))
     if timeline is None:
-        return RecordingFiles(trace, metrics)
+        return RecordingFiles(trace, metrics, chakra=chakra)
     steps = settings.take("timeline", TimelineSettings()).timeline_steps
-    return RecordingFiles(trace, metrics, timeline=timeline, timeline_steps=steps)
+    return RecordingFiles(trace, metrics, timeline=timeline, timeline_steps=steps, chakra=chakra)
 
 
 def _checked_real(name: str, job: Job) -> Job:

@@ -24,6 +24,7 @@ import msgspec
 
 from hcsim.collectives.any_source import PendingReceive
 from hcsim.collectives.buffers import Buffer, ScratchPool
+from hcsim.collectives.plan import Shape, input_elements
 from hcsim.collectives.schedule import Schedule
 from hcsim.errors import CollectiveError, HcsimError
 from hcsim.runtime.channel import Fold, Payload
@@ -151,6 +152,7 @@ class Operation:
         "_rooms",
         "_size",
         "ahead",
+        "asked",
         "buffer",
         "id",
         "links",
@@ -170,6 +172,8 @@ class Operation:
         self.task: asyncio.Task[Any] | None = None
         self.queue: list[Operation] | None = None
         """For a collective: the unfinished operations of its bucket, in order."""
+        self.asked: tuple[Shape, tuple[int, ...]] | int = 0
+        """For a collective, its shape and the ranks that take part; for a message, its length."""
         self.ahead: Operation | None = None
         """The operation that must end before this one starts."""
         self.pending: PendingReceive | None = None
@@ -185,6 +189,18 @@ class Operation:
 
     def __str__(self) -> str:
         return str(self.id)
+
+    def figures(self) -> tuple[str | int, ...]:
+        """Return the name, this rank, the epoch, the group, the number and the bucket; this rank's input in bytes; the
+        root or the peer; and the ranks that take part."""
+        us = self.id
+        known = us.name, us.rank, us.epoch, us.group, us.number, us.bucket
+        if isinstance(self.asked, int):
+            (peer,) = self.schedule.peers
+            return *known, self.asked * self._size, peer, ""
+        shape, members = self.asked
+        length = input_elements(us.name, shape, members.index(us.rank))
+        return *known, length * self._size, members[shape.root], ",".join(map(str, members))
 
     @property
     def sent_bytes(self) -> int:

@@ -195,3 +195,10 @@ def split(length: int, parts: int) -> tuple[int, ...]:
     The first `length % parts` parts are longer by one; any of them may be empty."""
     small, extra = divmod(length, parts)
     return tuple(i * small + min(i, extra) for i in range(parts + 1))
+
+
+def input_elements(operation: str, shape: Shape, rank: int) -> int:
+    """Return how many elements a rank passes to a collective; for a scatter, those that the root passes."""
+    if operation in ("all_gather", "gather"):
+        return shape.counts[rank]
+    return shape.length + sum(shape.counts) + sum(shape.sent)

@@ -132,6 +132,7 @@ class Scheduler:
         if trouble is not None:  # others do something else in its place
             domain.fail(trouble)
         operation = Operation(identity, steps, buffer, domain)
+        operation.asked = request.shape, self._members
         queue = operation.queue = self._queues.setdefault(bucket, [])
         if len(queue) >= IN_FLIGHT:
             operation.ahead = queue[-IN_FLIGHT]
@@ -146,6 +147,7 @@ class Scheduler:
         identity = self._message_id(message, buffer, self._take_number(name, peer, tag))
         steps = self._cut(Plan(((message.action,),)), buffer)
         operation = Operation(identity, steps, buffer, self._domain)
+        operation.asked = message.action.hi - message.action.lo
         return self._start(operation, result, timeout_s)
 
     def from_any_source(self, length: int, tag: int, buffer: Buffer, timeout_s: float) -> Handle[int]:
@@ -174,6 +176,7 @@ class Scheduler:
         posted = self._take_number(f"{message.name} posted", message.action.peer, message.tag)
         identity = self._message_id(message, buffer, posted)
         operation = Operation(identity, pending, buffer, self._domain)
+        operation.asked = message.action.hi - message.action.lo
         return self._start(operation, result, timeout_s, message)
 
     # One operation, from its start to its end.
@@ -218,7 +221,10 @@ class Scheduler:
                     raise domain.not_started(operation) from domain.error
                 if message is not None:
                     await self._match(operation, message)
-                with domain.mesh.host.interval("operation", operation), operation.activity() as activity:
+                with (
+                    domain.mesh.host.interval("operation", operation, operation.figures),
+                    operation.activity() as activity,
+                ):
                     if not operation.attach_links():
                         await operation.connect(activity)
                     await execute(operation, activity)

@@ -8,12 +8,10 @@ generator draws others.
 from __future__ import annotations
 
 import hashlib
-import multiprocessing
 import os
 import signal
-from collections.abc import Callable, Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from types import FrameType
 from typing import TypeVar
@@ -26,7 +24,8 @@ from hcsim.fuzz.generate import scenario_of
 from hcsim.fuzz.invariants import Breach
 from hcsim.fuzz.shrink import shrink
 from hcsim.fuzz.trial import Trial, run_trial, trial_of, write_finding
-from hcsim.workers import starting
+from hcsim.pool import Pool, TaskFunction
+from hcsim.pool.open import open_pool
 
 T = TypeVar("T")
 
@@ -85,66 +84,54 @@ def reduce(seed: int, invariant: str) -> Finding:
     return Finding(seed, invariant, len(small.nodes), len(small.faults), steps, shrunk.runs, text)
 
 
-class TrialPool:
-    """Processes that run trials and shrink findings. With one worker, the current process does the work."""
+class _Asked(msgspec.Struct):
+    seed: int
+    invariant: str = ""
 
-    def __init__(self, workers: int) -> None:
-        self._workers = workers
-        self._pool = None if workers == 1 else ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"))
-        self._started = 0
+
+def answer_trial(task: bytes) -> bytes:
+    """In a worker: judge a seed."""
+    return msgspec.json.encode(judge(msgspec.json.decode(task, type=_Asked).seed))
+
+
+def answer_finding(task: bytes) -> bytes:
+    """In a worker: make the scenario of a finding small."""
+    asked = msgspec.json.decode(task, type=_Asked)
+    return msgspec.json.encode(reduce(asked.seed, asked.invariant))
+
+
+class TrialPool:
+    """Processes that run trials and shrink findings, here or on a Dask cluster. With one local worker, the current
+    process does the work."""
+
+    def __init__(self, workers: int, dask: str | None = None) -> None:
+        self._pool = None if workers == 1 and dask is None else open_pool(workers, dask)
 
     def __enter__(self) -> TrialPool:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if self._pool is None:
-            return
-        if kind is not None:  # what is under way may take minutes
-            for process in multiprocessing.active_children():
-                process.terminate()
-        self._pool.shutdown(cancel_futures=True)
+    def __exit__(self, *_: object) -> None:
+        if self._pool is not None:
+            self._pool.close()
 
     def judged(self, seeds: Iterator[int]) -> Iterator[Trial]:
         """Yield trials as they finish. Seeds are taken only as fast as workers are free."""
         if self._pool is None:
-            yield from map(judge, seeds)
-            return
-        running: dict[Future[Trial], None] = {}
-        try:
-            while True:
-                for seed in seeds:
-                    running[self._submit(judge, seed)] = None
-                    if len(running) >= 2 * self._workers:
-                        break
-                if not running:
-                    return
-                for done in wait(running, return_when=FIRST_COMPLETED).done:
-                    del running[done]
-                    yield done.result()
-        except BrokenProcessPool:
-            raise ConfigError("a process of the search was killed (is there enough memory?)") from None
-        finally:
-            for future in running:
-                future.cancel()
+            return map(judge, seeds)
+        return self._answers(self._pool, answer_trial, map(_Asked, seeds), Trial)
 
     def reduced(self, wanted: list[tuple[int, str]]) -> Iterator[Finding]:
         """Yield small scenarios for these seeds and invariants, as they are found."""
         if self._pool is None:
-            yield from (reduce(seed, invariant) for seed, invariant in wanted)
-            return
-        running = {self._submit(reduce, seed, invariant): None for seed, invariant in wanted}
-        while running:
-            for done in wait(running, return_when=FIRST_COMPLETED).done:
-                del running[done]
-                yield done.result()
+            return (reduce(seed, invariant) for seed, invariant in wanted)
+        return self._answers(self._pool, answer_finding, (_Asked(*each) for each in wanted), Finding)
 
-    def _submit(self, work: Callable[..., T], *args: object) -> Future[T]:
-        assert self._pool is not None
-        if self._started >= self._workers:
-            return self._pool.submit(work, *args)
-        self._started += 1
-        with starting():  # it starts a process as long as there are fewer than asked for
-            return self._pool.submit(work, *args)
+    def _answers(self, pool: Pool, function: TaskFunction, asked: Iterator[_Asked], of: type[T]) -> Iterator[T]:
+        with closing(pool.run(function, map(msgspec.json.encode, asked))) as over:
+            for each in over:
+                if each.answer is None:
+                    raise ConfigError(f"a process of the search was killed (is there enough memory?): {each.error}")
+                yield msgspec.json.decode(each.answer, type=of)
 
 
 class TrialLog:

@@ -317,6 +317,7 @@ class RealHost:
     ) -> asyncio.Task[Any]:
         """Run a task until it ends or this host is closed."""
         task = asyncio.create_task(work, name=f"{self._options.name}/{name}")
+        self.interval.spawned(task)
         self._tasks[task] = over
         task.add_done_callback(self._ended)
         return task

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import random
 import zlib
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from enum import Enum
 from typing import Any, Literal, Protocol, TypeAlias, TypeVar
@@ -197,6 +197,10 @@ class Work(msgspec.Struct, frozen=True):
     part: TaskPart | None = None
     """All of the work, for a machine on which it was measured by itself; with what a step costs beside it."""
 
+    def figures(self) -> tuple[int, int]:
+        """Return the FLOPs and the bytes, as an execution trace counts them."""
+        return round(self.flops), round(self.moved_bytes)
+
 
 def joined_work(works: Iterable[Work], times: float = 1.0) -> Work:
     """Return the arithmetic, the traffic and the compressors of all of them as one kernel, so many times."""
@@ -362,6 +366,8 @@ class Host(Protocol):
         """Write a line for people into the file of the trace, if there is one. It is no event, and not in the
         digest."""
 
-    def interval(self, purpose: str, detail: object = "") -> AbstractContextManager[None]:
+    def interval(
+        self, purpose: str, detail: object = "", about: Callable[[], Sequence[str | int | float]] | None = None
+    ) -> AbstractContextManager[None]:
         """Note in the timeline, if one is written, that the host does this in the block: "compute", "encode", "wait",
-        "operation" or "repeat". The detail is turned into text only then."""
+        "operation" or "repeat". The detail is turned into text, and `about` asked for figures of it, only then."""

@@ -246,8 +246,9 @@ class RankProxy:
         began_s = self._host.loop.time()
         self._record.flops += done.flops
         flops = done.flops + done.moved_bytes * self._flops_per_byte
-        with self._host.interval("compute"):
-            await self._host.device.run(Work(flops=flops, kernels=done.kernels, groups=done.groups), lambda: None)
+        work = Work(flops=flops, kernels=done.kernels, groups=done.groups)
+        with self._host.interval("compute", "", work.figures):
+            await self._host.device.run(work, lambda: None)
         self._record.compute_s += self._host.loop.time() - began_s
         if done.seconds:
             await self._host.clock.sleep(done.seconds)

@@ -1,9 +1,7 @@
 """Files of Perfetto (https://ui.perfetto.dev): a protobuf `Trace` of `TracePacket`s with `TrackEvent`s.
 
 A file is a sequence of packets, each a field of the outermost message, so it can be written as it comes into being.
-Only a dozen fields of the schema are needed, so they are encoded here: a varint is seven bits to a byte, least
-significant first; a field is its number and wire type, then a varint (type 0), eight bytes (1), or a length and so
-many bytes (2). The library `protobuf` and the generated schema would be two dependencies for as many lines.
+Only a dozen fields of the schema are needed.
 
 The numbers are those of
 protos/perfetto/trace/{trace_packet,track_event/track_event,track_event/track_descriptor}.proto.
@@ -13,9 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from enum import IntEnum
-from struct import Struct
 
-_FIXED64 = Struct("<Q")
+from hcsim.telemetry.protobuf import delimited, double, fixed64, text, uint
+
 _SEQUENCE = 1
 _BEGIN, _END, _INSTANT = 1, 2, 3
 _EXPLICIT_ORDER = 3
@@ -62,80 +60,54 @@ class PerfettoFile:
         self._write = write
         self._tracks = 0
         self._processes = 0
-        self._packet(_uint(_Field.PACKET_FLAGS, _CLEARED))
+        self._packet(uint(_Field.PACKET_FLAGS, _CLEARED))
 
     def process(self, name: str, rank: int) -> int:
         """Add a process, which holds tracks; return its number. Those of lower rank are shown further up."""
         self._processes += 1
-        about = _uint(_Field.PROCESS_PID, self._processes) + _text(_Field.PROCESS_NAME, name)
-        return self._track(_bytes(_Field.TRACK_PROCESS, about) + _uint(_Field.TRACK_ORDERING, _EXPLICIT_ORDER), rank)
+        about = uint(_Field.PROCESS_PID, self._processes) + text(_Field.PROCESS_NAME, name)
+        return self._track(delimited(_Field.TRACK_PROCESS, about) + uint(_Field.TRACK_ORDERING, _EXPLICIT_ORDER), rank)
 
     def track(self, name: str, process: int, rank: int) -> int:
         """Add a track; return its number. Tracks of one name are shown as one."""
-        return self._track(_text(_Field.TRACK_NAME, name) + _uint(_Field.TRACK_PARENT, process), rank)
+        return self._track(text(_Field.TRACK_NAME, name) + uint(_Field.TRACK_PARENT, process), rank)
 
     def slice(
         self, track: int, span_ns: tuple[int, int], name: str, notes: Notes = _NO_NOTES, flows: Iterable[int] = ()
     ) -> None:
         """Write a slice. A flow is an arrow from here to the instant that has its number."""
         begin_ns, end_ns = span_ns
-        about = [_text(_Field.EVENT_NAME, name), *map(_note, notes.items())]
-        about += [_fixed64(_Field.EVENT_FLOWS, flow) for flow in flows]
+        about = [text(_Field.EVENT_NAME, name), *map(_note, notes.items())]
+        about += [fixed64(_Field.EVENT_FLOWS, flow) for flow in flows]
         self._event(begin_ns, track, _BEGIN, b"".join(about))
         self._event(end_ns, track, _END, b"")
 
     def instant(self, track: int, at_ns: int, name: str, notes: Notes = _NO_NOTES, flows: Iterable[int] = ()) -> None:
         """Write an instant, at which the flows end."""
-        about = [_text(_Field.EVENT_NAME, name), *map(_note, notes.items())]
-        about += [_fixed64(_Field.EVENT_LAST_FLOWS, flow) for flow in flows]
+        about = [text(_Field.EVENT_NAME, name), *map(_note, notes.items())]
+        about += [fixed64(_Field.EVENT_LAST_FLOWS, flow) for flow in flows]
         self._event(at_ns, track, _INSTANT, b"".join(about))
 
     def _track(self, about: bytes, rank: int) -> int:
         self._tracks += 1
-        about = _uint(_Field.TRACK_UUID, self._tracks) + about + _uint(_Field.TRACK_RANK, rank)
-        self._packet(_bytes(_Field.PACKET_TRACK, about))
+        about = uint(_Field.TRACK_UUID, self._tracks) + about + uint(_Field.TRACK_RANK, rank)
+        self._packet(delimited(_Field.PACKET_TRACK, about))
         return self._tracks
 
     def _event(self, at_ns: int, track: int, kind: int, about: bytes) -> None:
-        event = _uint(_Field.EVENT_TYPE, kind) + _uint(_Field.EVENT_TRACK, track) + about
-        self._packet(_uint(_Field.PACKET_TIMESTAMP, at_ns) + _bytes(_Field.PACKET_EVENT, event))
+        event = uint(_Field.EVENT_TYPE, kind) + uint(_Field.EVENT_TRACK, track) + about
+        self._packet(uint(_Field.PACKET_TIMESTAMP, at_ns) + delimited(_Field.PACKET_EVENT, event))
 
     def _packet(self, about: bytes) -> None:
-        self._write(_bytes(_Field.PACKET, about + _uint(_Field.PACKET_SEQUENCE, _SEQUENCE)))
-
-
-def _varint(value: int) -> bytes:
-    value &= (1 << 64) - 1  # a negative number is its two's complement
-    digits = bytearray()
-    while value > 0x7F:
-        digits.append(value & 0x7F | 0x80)
-        value >>= 7
-    digits.append(value)
-    return bytes(digits)
-
-
-def _uint(field: int, value: int) -> bytes:
-    return _varint(field << 3) + _varint(value)
-
-
-def _fixed64(field: int, value: int) -> bytes:
-    return _varint(field << 3 | 1) + _FIXED64.pack(value)
-
-
-def _bytes(field: int, value: bytes) -> bytes:
-    return _varint(field << 3 | 2) + _varint(len(value)) + value
-
-
-def _text(field: int, value: str) -> bytes:
-    return _bytes(field, value.encode(errors="replace"))
+        self._write(delimited(_Field.PACKET, about + uint(_Field.PACKET_SEQUENCE, _SEQUENCE)))
 
 
 def _note(item: tuple[str, int | float | str]) -> bytes:
     name, value = item
     if isinstance(value, str):
-        encoded = _text(_Field.NOTE_TEXT, value)
+        encoded = text(_Field.NOTE_TEXT, value)
     elif isinstance(value, int):
-        encoded = _uint(_Field.NOTE_INT, value)
+        encoded = uint(_Field.NOTE_INT, value)
     else:
-        encoded = _varint(_Field.NOTE_DOUBLE << 3 | 1) + Struct("<d").pack(value)
-    return _bytes(_Field.EVENT_NOTE, _text(_Field.NOTE_NAME, name) + encoded)
+        encoded = double(_Field.NOTE_DOUBLE, value)
+    return delimited(_Field.EVENT_NOTE, text(_Field.NOTE_NAME, name) + encoded)

@@ -140,7 +140,7 @@ class Timeline(IntervalSink):
         self._machine(where).chip = str(fields[0])
 
     def _begin(self, at_ns: int, where: str, fields: Sequence[Any]) -> None:
-        machine, (number, purpose, detail) = self._machine(where), fields
+        machine, (number, purpose, detail) = self._machine(where), fields[:3]
         machine.open[int(number)] = at_ns, str(purpose), str(detail)
         if machine.began_ns is None and purpose in _DEVICE:
             machine.began_ns = at_ns

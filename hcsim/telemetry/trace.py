@@ -14,10 +14,13 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
+from asyncio import Task, current_task
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from itertools import count
-from typing import TypeAlias
+from typing import Any, TypeAlias
+from weakref import WeakKeyDictionary
 
 import msgspec
 
@@ -29,8 +32,9 @@ _BATCH = 256
 
 
 class IntervalSink(ABC):
-    """A sink that receives intervals, too: (time, "begin", host, number, purpose, detail) and (time, "end", host,
-    number)."""
+    """A sink that receives intervals, too: (time, "begin", host, number, purpose, detail, thread, *figures) and (time,
+    "end", host, number), with "failed" behind it if an error ended the block. A thread is an asyncio task, by a number;
+    (time, "spawn", host, thread, parent) is the start of one."""
 
     @abstractmethod
     def __call__(self, events: Sequence[Event]) -> None: ...
@@ -86,6 +90,8 @@ class Trace:
 
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
+_thread: ContextVar[int] = ContextVar("_thread", default=0)
+"""The number of the task that noted something last in this context: in a new task that of its parent."""
 
 
 class Intervals:
@@ -95,16 +101,49 @@ class Intervals:
         self._trace = trace if trace is not None and trace.has_intervals else None
         self._now_ns = now_ns
         self._host = host
+        self._threads: WeakKeyDictionary[Task[Any], int] = WeakKeyDictionary()
 
-    def __call__(self, purpose: str, detail: object = "") -> AbstractContextManager[None]:
-        """Note what the host does in this block."""
-        return _NOTHING if self._trace is None else self._noted(self._trace, purpose, str(detail))
+    def __call__(
+        self, purpose: str, detail: object = "", about: Callable[[], Sequence[str | int | float]] | None = None
+    ) -> AbstractContextManager[None]:
+        """Note what the host does in this block; `about` is asked for figures if anybody receives them."""
+        return _NOTHING if self._trace is None else self._noted(self._trace, purpose, str(detail), about)
+
+    def spawned(self, task: Task[Any]) -> None:
+        """Note that the present task has started this one."""
+        if self._trace is not None:
+            self._begin_thread(self._trace, task, self._present(self._trace))
 
     @contextmanager
-    def _noted(self, trace: Trace, purpose: str, detail: str) -> Iterator[None]:
-        number = next(trace.numbers)
-        trace.append([(self._now_ns(), "begin", self._host, number, purpose, detail)])
+    def _noted(
+        self, trace: Trace, purpose: str, detail: str, about: Callable[[], Sequence[str | int | float]] | None
+    ) -> Iterator[None]:
+        number, thread = next(trace.numbers), self._present(trace)
+        figures = () if about is None else about()
+        trace.append([(self._now_ns(), "begin", self._host, number, purpose, detail, thread, *figures)])
+        failed: tuple[str, ...] = ("failed",)
         try:
             yield
+            failed = ()
         finally:
-            trace.append([(self._now_ns(), "end", self._host, number)])
+            trace.append([(self._now_ns(), "end", self._host, number, *failed)])
+
+    def _present(self, trace: Trace) -> int:
+        """Return the number of the present task; 0 outside of all. A task whose start was not noted is a child of the
+        one from which it has its context."""
+        try:
+            task = current_task()
+        except RuntimeError:  # no event loop runs
+            task = None
+        if task is None:
+            return 0
+        number = self._threads.get(task)
+        if number is None:
+            number = self._begin_thread(trace, task, _thread.get())
+        _thread.set(number)
+        return number
+
+    def _begin_thread(self, trace: Trace, task: Task[Any], parent: int) -> int:
+        number = self._threads[task] = next(trace.numbers)
+        trace.append([(self._now_ns(), "spawn", self._host, number, parent)])
+        return number

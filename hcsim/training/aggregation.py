@@ -94,7 +94,7 @@ class Bench:
         total = joined_work(works, times)
         if not total.flops and not total.moved_bytes:
             return function()
-        with self._ledger.spent_on("encode", name):
+        with self._ledger.spent_on("encode", name, total):
             return await self._host.device.run(total, function)
 
 

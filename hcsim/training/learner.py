@@ -32,12 +32,12 @@ class TimeAccounting:
         self.pace = DevicePace(host.clock)
 
     @contextmanager
-    def spent_on(self, what: str, detail: str = "") -> Iterator[None]:
+    def spent_on(self, what: str, detail: str = "", work: Work | None = None) -> Iterator[None]:
         """Account the time that passes in this block; `detail` names the work in a timeline."""
         start_s = self._clock.elapsed()
         try:
             working = self.pace.waiting() if what == "exchange" else self.pace.work()
-            with self._host.interval(what, detail), working:
+            with self._host.interval(what, detail, None if work is None else work.figures), working:
                 yield
         finally:
             self.seconds[what] += self._clock.elapsed() - start_s
@@ -107,7 +107,7 @@ class Learner:
 
     async def run(self, work: Work, function: Callable[[], T], name: str = "", into: memoryview | None = None) -> T:
         """Run `function` on the device, and account its time."""
-        with self.ledger.spent_on("compute", name):
+        with self.ledger.spent_on("compute", name, work):
             return await self.host.device.run(work, function, into)
 
     def gradients_of(self, block: int) -> memoryview | None:

@@ -205,6 +205,7 @@ class VirtualHost:
             work.close()
             raise ChannelClosed(f"{self._name} has crashed and runs nothing any more")
         task = self.loop.create_task(work, name=f"{self._name}: {name}", context=self._context.copy())
+        self.interval.spawned(task)
         if over is not None:
             task.add_done_callback(over)
         return task

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import closing
 from functools import cache
 from multiprocessing import active_children
 from pathlib import Path
@@ -34,6 +35,7 @@ from experiments.study.tables import cell_table, write_csv, write_table
 from experiments.sweep import Outcome, main, sweep
 from experiments.sweep import results_folder as place_of
 from hcsim.cli.app import app as hcsim
+from hcsim.pool.local import LocalPool
 
 ROOT = Path(__file__).parents[2]
 SMALL = """
@@ -65,7 +67,8 @@ TABLES = ("cells.csv", "cells.parquet", "curves.csv", "curves.parquet", "manifes
 
 def run(text: str, out: Path, jobs: int = 1) -> Outcome:
     asked = parse_sweep(text, "small.toml")
-    return sweep(asked, out, jobs, ["small.toml"], Console(quiet=True))
+    with closing(LocalPool(jobs)) as pool:
+        return sweep(asked, out, pool, ["small.toml"], Console(quiet=True))
 
 
 @pytest.fixture(scope="module")
@@ -196,7 +199,8 @@ def test_a_cell_that_fails_is_a_row_with_its_error_and_is_tried_again(tmp_path: 
     good, bad = AllReduce("1gbe", 2, "ring", 1024, 1), AllReduce("1gbe", 2, "hierarchical", 1024, 1)
     asked = [Asked("mine", bad), Asked("mine", good)]
     for _ in range(2):
-        assert sweep(asked, tmp_path, 1, [], Console(quiet=True)).failed == 1
+        with closing(LocalPool(1)) as pool:
+            assert sweep(asked, tmp_path, pool, [], Console(quiet=True)).failed == 1
     first, second = rows(tmp_path / "cells.csv")
     assert first["algorithm"] == "hierarchical"
     assert "groups" in first["error"]
@@ -216,7 +220,8 @@ def test_a_worker_that_dies_takes_only_its_own_cell_with_it() -> None:
             for child in active_children():
                 child.kill()
 
-    run_cells(cells, 1, finished)
+    with closing(LocalPool(1)) as pool:
+        run_cells(cells, pool, finished)
     assert list(results) == cells
     died = [cell for cell, result in results.items() if result.error is not None]
     assert len(died) <= 1

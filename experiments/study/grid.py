@@ -121,7 +121,8 @@ class TrainingGrid(Table, frozen=True, kw_only=True, tag_field="kind", tag="trai
                 world=world, task=task, strategy=strategy, seed=seed, steps=self.steps, batch=self.batch, lr=self.lr,
                 momentum=self.momentum, warmup=self.warmup, scale_lr=self.scale_lr, evaluate_every=self.evaluate_every,
                 bucket_bytes=self.bucket_bytes and int(self.bucket_bytes), target_loss=self.target_loss,
-                failure=self.failure if failing or in_cluster else "pause", failures_per_hour=per_hour if failing else 0.0,
+                failure=self.failure if failing or in_cluster else "pause",
+                failures_per_hour=per_hour if failing else 0.0,
                 failure_s=float(self.failure_lasts_s) if failing else 0.0,
             )  # fmt: skip
             seen[cell] = None

@@ -55,6 +55,7 @@ Seed = Annotated[Number, _option("Of the model, its batches, jitter, loss and fa
 Save = Annotated[File, _option("Write the model that was learned to this file.", metavar="FILE")]
 Trace = Annotated[File, _option("Write every event to this file, as JSON lines.", metavar="FILE")]
 Timeline = Annotated[File, _option("Write a timeline to look at in ui.perfetto.dev.", metavar="FILE")]
+ReportPage = Annotated[File, _option("Write a page about the run, as HTML.", "--report", metavar="FILE")]
 Operation = Annotated[Text, _option("all_reduce, broadcast, all_gather, …", kind="operations", metavar="NAME")]
 
 
@@ -93,6 +94,7 @@ class RunOptions(msgspec.Struct, frozen=True):
     save: Save = None
     trace: Trace = None
     timeline: Timeline = None
+    report: ReportPage = None
     dashboard: Annotated[
         bool,
         typer.Option(
@@ -123,6 +125,7 @@ class BenchOptions(msgspec.Struct, frozen=True):
     set: Set = None
     trace: Trace = None
     timeline: Timeline = None
+    report: ReportPage = None
 
 
 class RankOptions(msgspec.Struct, frozen=True):

@@ -66,7 +66,8 @@ def lines(title: str, curves: Sequence[Line], x: Axis, y: Axis) -> str:
         for tick in up.ticks
     ]
     drawn += [
-        f'<text class="soft" x="{across(tick):.1f}" y="{_HEIGHT - 24}" text-anchor="middle">{text_of(x.label(tick))}</text>'
+        f'<text class="soft" x="{across(tick):.1f}" y="{_HEIGHT - 24}" text-anchor="middle">'
+        f"{text_of(x.label(tick))}</text>"
         for tick in across.ticks
     ]
     if x.title:
@@ -87,14 +88,19 @@ def lines(title: str, curves: Sequence[Line], x: Axis, y: Axis) -> str:
     return picture + (f'<div class="key">{key}</div>' if key else "")
 
 
-def bars(title: str, rows: Sequence[tuple[str, Sequence[BarPart]]], whole: str = "") -> str:
-    """Return a bar for each row, of parts one after the other; `whole` says what the longest bar is."""
+def bars(title: str, rows: Sequence[tuple[str, Sequence[BarPart]]], whole: str = "", full: float = 0.0) -> str:
+    """Return a bar for each row, of parts one after the other; `whole` says what the longest bar is, or one of length
+    `full`, if that is longer."""
     longest = max((sum(part.length for part in parts) for _, parts in rows), default=0.0)
+    longest = max(longest, full)
     if longest <= 0.0:
         return ""
     width = _WIDTH - _LABEL - 10
     height = len(rows) * (_BAR + _GAP) + (18 if whole else 0)
     drawn = []
+    if full:
+        ends = f'y1="0" y2="{len(rows) * (_BAR + _GAP)}"'
+        drawn += [f'<line class="grid" x1="{at}" x2="{at}" {ends}/>' for at in (_LABEL, _WIDTH - 10)]
     for number, (label, parts) in enumerate(rows):
         y, at = number * (_BAR + _GAP) + 2, float(_LABEL)
         drawn.append(f'<text x="{_LABEL - 8}" y="{y + 14}" text-anchor="end">{text_of(_shortened(label))}</text>')
@@ -135,10 +141,10 @@ class _Scale:
     def __init__(self, values: Sequence[float], axis: Axis, begin: float, end: float) -> None:
         self._log, self._begin, self._end = axis.log, begin, end
         if axis.log:
-            low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))
-            high = max(high, low + 1)
-            self.ticks = [10.0**power for power in range(low, high + 1, max(1, (high - low) // 6))]
-            self._low, self._high = float(low), float(high)
+            first, last = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))
+            last = max(last, first + 1)
+            self.ticks = [10.0**power for power in range(first, last + 1, max(1, (last - first) // 6))]
+            self._low, self._high = float(first), float(last)
             return
         low, high = min(values), max(values)
         if axis.from_zero:

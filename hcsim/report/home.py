@@ -6,6 +6,7 @@ internet leads from the row to the cloud. Thunderbolt cables are arcs from machi
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import msgspec
 
@@ -31,7 +32,7 @@ def picture(scenario: Scenario) -> str:
     """Return the drawing of all homes of a scenario, beside each other."""
     homes = list(dict.fromkeys([node.home for node in scenario.nodes]))
     lines = {line.home: line for line in scenario.wan}
-    top = 0 if lines else -(_HUBS_Y - 28)
+    top = 0 if lines else _HUBS_Y - 28
     drawn: list[str] = []
     doors: list[tuple[str, float]] = []
     x, deepest = 0.0, 0.0
@@ -54,8 +55,9 @@ def picture(scenario: Scenario) -> str:
         for home, door in doors:
             line = lines[home]
             words = f"{_rate(line.up_bps)} up, {_rate(line.down_bps)} down"
+            begin, end = f'x1="{middle:.1f}" y1="{_CLOUD_Y + 18}"', f'x2="{door:.1f}" y2="{_HUBS_Y - 26}"'
             drawn.append(
-                f'<line x1="{middle:.1f}" y1="{_CLOUD_Y + 18}" x2="{door:.1f}" y2="{_HUBS_Y - 26}" stroke="var(--soft)"/>'
+                f'<line {begin} {end} stroke="var(--soft)"/>'
                 f'<text class="soft halo" x="{(middle + 2 * door) / 3:.1f}" y="{_HUBS_Y - 34}" '
                 f'text-anchor="middle">{text_of(words)}</text>'
             )
@@ -123,7 +125,7 @@ def _home(nodes: Sequence[Node], media: Sequence[AnyMedium], x: float, wide: flo
     rows = list(at.values())
     drawn += [
         f'<line x1="{one.x:.1f}" y1="{one.y:.1f}" x2="{other.x:.1f}" y2="{other.y:.1f}" stroke="var(--soft)"/>'
-        for one, other in zip(rows, rows[1:], strict=False)
+        for one, other in pairwise(rows)
     ]
     arcs, depth = _cables(media, places, machines_y + _MACHINE_HIGH)
     drawn += arcs
@@ -151,10 +153,10 @@ def _cables(media: Sequence[AnyMedium], places: dict[str, _Place], below_y: floa
             drawn.append(
                 f'<path d="M {one.x:.1f} {below_y:.1f} C {one.x:.1f} {below_y + drop:.1f} {other.x:.1f} '
                 f'{below_y + drop:.1f} {other.x:.1f} {below_y:.1f}" fill="none" stroke="var(--c3)" stroke-width="2"/>'
-                f'<text class="soft halo" x="{middle:.1f}" y="{below_y + 0.75 * drop + 4:.1f}" text-anchor="middle">'
+                f'<text class="soft halo" x="{middle:.1f}" y="{below_y + 0.75 * drop + 14:.1f}" text-anchor="middle">'
                 f"{text_of(_cable_words(cable.forward_bps, cable.backward_bps))}</text>"
             )
-            deepest = max(deepest, below_y + 0.75 * drop + 12)
+            deepest = max(deepest, below_y + 0.75 * drop + 20)
     return drawn, deepest
 
 
@@ -185,9 +187,13 @@ def _fitting(text: str, wide: float) -> str:
 
 def _hub_words(medium: AnyMedium) -> tuple[str, str]:
     if isinstance(medium, Wifi):
-        return f"access point {medium.name}", f"{_standard(medium)}, {_rate(medium.phy_rate_bps)} of air"
+        return _named("access point", medium.name), f"{_standard(medium)}, {_rate(medium.phy_rate_bps)}"
     assert isinstance(medium, Ethernet)
-    return f"switch {medium.name}", f"Ethernet, {_rate(medium.rate_bps)} a port"
+    return _named("switch", medium.name), f"Ethernet, {_rate(medium.rate_bps)} a port"
+
+
+def _named(kind: str, name: str) -> str:
+    return kind if name == kind else f"{kind} {name}"
 
 
 def _title(medium: AnyMedium) -> str:

@@ -69,7 +69,7 @@ figcaption { font-weight: 600; margin-bottom: 4px }
 .scroll { overflow-x: auto }
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums }
 th, td { text-align: right; padding: 4px 10px; border-bottom: 1px solid var(--line); vertical-align: top }
-td { overflow-wrap: anywhere; min-width: 5ch }
+td { overflow-wrap: anywhere } .n { white-space: nowrap }
 th { color: var(--soft); font-weight: 500; font-size: 13px }
 tr:last-child td { border-bottom: 0 }
 .l { text-align: left }
@@ -79,18 +79,25 @@ a { color: var(--accent) }
 pre { background: var(--page); border: 1px solid var(--line); border-radius: 6px; padding: 8px 12px; margin: 6px 0;
   overflow-x: auto; font: 13px/1.5 ui-monospace, monospace; white-space: pre-wrap; overflow-wrap: anywhere }
 svg { width: 100%; height: auto; display: block }
-.drawn text { font: 12px system-ui, sans-serif; fill: var(--ink) }
+.drawn { overflow-x: auto } .drawn svg { min-width: 460px; max-width: 720px }
+.drawn text { font: 13px system-ui, sans-serif; fill: var(--ink) }
 .drawn .soft { fill: var(--soft) } .drawn .grid { stroke: var(--line) }
 .drawn .box { fill: var(--card); stroke: var(--line) } .drawn .halo { stroke: var(--card); stroke-width: 4px;
   paint-order: stroke }
 .key { display: flex; flex-wrap: wrap; gap: 4px 16px; font-size: 13px; color: var(--soft); margin: 4px 0 }
-.key i { display: inline-block; width: 18px; height: 0; border-top: 3px solid; vertical-align: middle; margin-right: 6px }
+.key i { display: inline-block; width: 18px; height: 0; border-top: 3px solid; vertical-align: middle;
+  margin-right: 6px }
 .key i.dashed { border-top-style: dashed } .key i.block { height: 10px; width: 10px; border: 0; border-radius: 2px }
-@media (max-width: 640px) { section { padding: 2px 12px 12px } th, td { padding: 4px 8px 4px 0 } h1 { font-size: 22px } }
+@media (max-width: 640px) { section { padding: 2px 12px 12px } h1 { font-size: 22px }
+  th, td { padding: 4px 8px 4px 0 } }
 @media print { main { max-width: none; padding: 0 } section { break-inside: avoid-page; border: 0; padding: 0 }
   .numbers, summary { display: none } h2 { break-after: avoid } .scroll { overflow: visible }
   * { print-color-adjust: exact; -webkit-print-color-adjust: exact } }
 """
+
+
+_SHORT = 14
+"""A cell of up to so many characters stays on one line."""
 
 
 class Text(msgspec.Struct, frozen=True):
@@ -236,13 +243,17 @@ def _table(table: Table) -> str:
 
     def row(cells: Sequence[str], tag: str) -> str:
         marked: Iterable[str] = (
-            f"<{tag}{' class=l' if is_left else ''}>{text_of(cell)}</{tag}>"
-            for cell, is_left in zip(cells, left, strict=True)
+            f"<{tag}{_class(cell, is_left)}>{text_of(cell)}</{tag}>" for cell, is_left in zip(cells, left, strict=True)
         )
         return f"<tr>{''.join(marked)}</tr>"
 
     body = "".join(row(cells, "td") for cells in table.rows)
     return f'<div class="scroll"><table>{row(table.headings, "th")}{body}</table></div>'
+
+
+def _class(cell: str, is_left: bool) -> str:
+    names = [*(["l"] if is_left else []), *(["n"] if len(cell) <= _SHORT else [])]
+    return f' class="{" ".join(names)}"' if names else ""
 
 
 def _figure(figure: Figure) -> str:

@@ -19,7 +19,7 @@ from hcsim.cli import report_parts as parts
 from hcsim.cli import screen
 from hcsim.cli.recording import Recording, RecordingFiles
 from hcsim.config import Job, Scenario, Training, write_scenario
-from hcsim.errors import ConfigError, HcsimError
+from hcsim.errors import HcsimError
 from hcsim.jobs import JobRepeat
 from hcsim.launch.virtual import Outcome
 from hcsim.report.chart import BarPart, bars
@@ -49,12 +49,6 @@ class RealRun(msgspec.Struct, frozen=True):
     report: Report
     pair: Pair | None = None
     twin: str = ""
-
-
-def check_report(path: Path | None) -> None:
-    """Reject, before the run, a place where no page can be."""
-    if path is not None and (path.is_dir() or not path.parent.is_dir()):
-        raise ConfigError(f"--report {path}: give a file in a folder that there is")
 
 
 def command_of(name: str, options: msgspec.Struct) -> str:

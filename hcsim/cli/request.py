@@ -326,9 +326,9 @@ def _recorded(settings: Settings, outputs: Mapping[str, Path | None], metrics: P
     if timeline is None and report is None:
         return RecordingFiles(trace, metrics)
     if report is not None:
-        from hcsim.cli.report import check_report
+        from hcsim.report.page import check_place
 
-        check_report(report)
+        check_place(report)
     steps = settings.take("timeline", TimelineSettings()).timeline_steps
     return RecordingFiles(trace, metrics, timeline=timeline, timeline_steps=steps, report=report)
 

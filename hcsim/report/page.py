@@ -184,6 +184,12 @@ def html(page: Page) -> str:
     )
 
 
+def check_place(path: Path | None) -> None:
+    """Reject, before anything is done, a place where no page can be."""
+    if path is not None and (path.is_dir() or not path.parent.is_dir()):
+        raise ConfigError(f"--report {path}: give a file in a folder that there is")
+
+
 def write_page(path: Path, page: Page) -> None:
     """Write the page; what cannot be written is an error that names the file."""
     try:

@@ -31,7 +31,7 @@ from experiments.study.grid import Asked, parse_sweep, shipped_sweeps
 from experiments.study.runner import run_cells
 from experiments.study.store import Entry, Store
 from experiments.study.tables import cell_table, write_csv, write_table
-from experiments.sweep import Outcome, main, sweep
+from experiments.sweep import Outcome, Output, main, sweep
 from experiments.sweep import results_folder as place_of
 from hcsim.cli.app import app as hcsim
 
@@ -65,7 +65,7 @@ TABLES = ("cells.csv", "cells.parquet", "curves.csv", "curves.parquet", "manifes
 
 def run(text: str, out: Path, jobs: int = 1) -> Outcome:
     asked = parse_sweep(text, "small.toml")
-    return sweep(asked, out, jobs, ["small.toml"], Console(quiet=True))
+    return sweep(asked, Output(out), jobs, ["small.toml"], Console(quiet=True))
 
 
 @pytest.fixture(scope="module")

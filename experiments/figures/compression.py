@@ -25,11 +25,15 @@ def draw(cells: pd.DataFrame, curves: pd.DataFrame, out: Path) -> None:
     if points["step_sent_bytes"].isna().all():
         raise ValueError("all of its runs diverged")
     save_data(points, out / "compression")
-    with figure(10.0, 4.4, out / "compression") as sheet:
+    steps = only(cells[~cells["diverged"]], "steps")
+    place = f"{task_title(only(cells, 'task'))}, {only(cells, 'world')} Macs, {steps} steps"
+    _sheet(points, place, out / "compression")
+
+
+def _sheet(points: pd.DataFrame, place: str, file: Path) -> None:
+    with figure(10.0, 4.4, file) as sheet:
         left, right = sheet.subplots(1, 2, width_ratios=(3, 2))
         _accuracy(left, points)
-        steps = only(cells[~cells["diverged"]], "steps")
-        place = f"{task_title(only(cells, 'task'))}, {only(cells, 'world')} Macs, {steps} steps"
         left.set_title(f"{place}: mean and range of {points['seeds'].max()} seeds")
         _bytes(right, points)
         handles = [
@@ -110,7 +114,7 @@ def _accuracy(axes: Any, points: pd.DataFrame) -> None:
         axes.annotate(f"diverged {lost}", (0.99, 0.015), xycoords="axes fraction", ha="right", fontsize=8, color="0.3")
         bottom *= 1.4  # room for these words below the lowest bar
     axes.set_ylim(bottom, top)
-    ticks = [missed for missed in (90, 80, 50, 20, 10, 5, 3, 2, 1, 0.5, 0.2, 0.1) if top <= missed <= bottom]
+    ticks = [missed for missed in (80, 50, 20, 10, 5, 3, 2, 1, 0.5, 0.2, 0.1) if top <= missed <= bottom]
     axes.yaxis.set_minor_locator(NullLocator())
     axes.set_yticks(ticks, [f"{100 - missed:g}" for missed in ticks])
     axes.set_xscale("log")

@@ -85,7 +85,7 @@ def _sheet(choices: list[pd.DataFrame], fills: dict[str, tuple[str, str]], place
     others = in_order([link for link in choices[-1]["link"] if not link.startswith(FREE_FORM)], tuple(OTHERS))
     kinds = 2 if others else 1
     ratios = (7, max(1.4, 0.95 * len(others)))[:kinds] * len(choices)
-    with figure((3.6 + 0.52 * len(others)) * len(choices) + 0.6, 3.9 * len(tokens) + 0.9, file) as sheet:
+    with figure((4.7 + 0.6 * len(others)) * len(choices) + 0.6, 3.9 * len(tokens) + 0.9, file) as sheet:
         panels = sheet.subplots(len(tokens), kinds * len(choices), squeeze=False, width_ratios=ratios)
         for row, length in zip(panels, tokens, strict=True):
             for number, tiles in enumerate(choices):

@@ -31,24 +31,34 @@ def draw(cells: pd.DataFrame, curves: pd.DataFrame, out: Path) -> None:
         tables.append(_summary(part).assign(failure=kind))
     table = pd.concat(tables, ignore_index=True)
     save_data(table, out / "failures")
+    titles = {
+        kind: (
+            f"{task_title(only(part, 'task'))}, {only(part, 'world')} Macs",
+            float(only(part[part["failures_per_hour"] > 0], "failure_s")),
+        )
+        for kind, part in kinds.items()
+    }
+    _sheet(table, titles, out / "failures")
+
+
+def _sheet(table: pd.DataFrame, titles: dict[str, tuple[str, float]], file: Path) -> None:
     look_of = looks(table["method"])
-    with figure(10.4, 3.7 * len(kinds) + 0.3, out / "failures") as sheet:
-        rows = sheet.subplots(len(kinds), 2, squeeze=False)
-        for row, (kind, part) in zip(rows, kinds.items(), strict=True):
-            _row(row, table[table["failure"] == kind], part, look_of)
+    with figure(10.4, 3.7 * len(titles) + 0.3, file) as sheet:
+        rows = sheet.subplots(len(titles), 2, squeeze=False)
+        for row, (kind, title) in zip(rows, titles.items(), strict=True):
+            _row(row, table[table["failure"] == kind], title, look_of)
         takeaway(sheet, _finding(table))
 
 
-def _row(row: Any, table: pd.DataFrame, cells: pd.DataFrame, look_of: dict[str, dict[str, Any]]) -> None:
-    failing = cells[cells["failures_per_hour"] > 0]
-    words, while_well = FAILURES[only(failing, "failure")]
+def _row(row: Any, table: pd.DataFrame, title: tuple[str, float], look_of: dict[str, dict[str, Any]]) -> None:
+    words, while_well = FAILURES[table["failure"].iloc[0]]
+    place, lasts_s = title
     left, right = row
     _lines(left, table, look_of, "", 1.0)
     _lines(right, table, look_of, "of_healthy_", 100.0)
     left.set_ylabel("steps per second")
     right.set_ylabel(f"% of that without {words}")
-    place = f"{task_title(only(cells, 'task'))}, {only(cells, 'world')} Macs"
-    left.set_title(f"{place}: random {words} of {only(failing, 'failure_s'):g} s")
+    left.set_title(f"{place}: random {words} of {lasts_s:g} s")
     right.set_title(f"The same, relative to each without {words}")
     for axes in (left, right):
         axes.set_xlabel(f"{words} per Mac and hour that it {while_well}")

@@ -33,10 +33,14 @@ def draw(cells: pd.DataFrame, curves: pd.DataFrame, out: Path) -> None:
     table = by[["step_s", "p10_s", "p90_s", "step_sent_bytes", "alone_s", *BAND_OF_SPEEDUP]].mean().reset_index()
     table = table.assign(speedup=table["alone_s"] / table["step_s"])
     save_data(table[SHOWN], out / "scaling")
+    _sheet(table, out / "scaling")
+
+
+def _sheet(table: pd.DataFrame, file: Path) -> None:
     links = in_order(table["link"], LINKS)
     methods = list(dict.fromkeys(table["method"]))
     most, models = int(table["world"].max()), looks(table["task"], MODELS)
-    with figure(2.6 * len(links) + 0.6, 2.7 * len(methods) + 0.3, out / "scaling") as sheet:
+    with figure(2.6 * len(links) + 0.6, 2.7 * len(methods) + 0.3, file) as sheet:
         panels = sheet.subplots(len(methods), len(links), sharex=True, sharey=True, squeeze=False)
         for row, name in zip(panels, methods, strict=True):
             for axes, link in zip(row, links, strict=True):

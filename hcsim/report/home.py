@@ -13,7 +13,7 @@ import msgspec
 from hcsim.config import Ethernet, Scenario, Thunderbolt, Wifi
 from hcsim.config.home import AnyMedium
 from hcsim.config.scenario import Node
-from hcsim.report.page import Table, text_of
+from hcsim.report.page import DRAWING, PALETTE, Table, text_of
 
 _MACHINE, _MACHINE_HIGH, _GAP = 132, 46, 18
 _HUB, _HUB_HIGH = 168, 40
@@ -66,6 +66,14 @@ def picture(scenario: Scenario) -> str:
         f'<svg viewBox="0 {top} {width:.0f} {height:.0f}" role="img" aria-label="{text_of(scenario.name)}" '
         f'style="max-width: {1.4 * width:.0f}px">{"".join(drawn)}</svg>'
     )
+
+
+def drawing(scenario: Scenario) -> str:
+    """Return the picture as a file of its own, which is light and dark as its reader's system is."""
+    opening, rest = picture(scenario).split(">", 1)
+    style = f"<style>{PALETTE}{DRAWING}svg {{ background: var(--card) }}</style>"
+    named = opening.replace("<svg", '<svg xmlns="http://www.w3.org/2000/svg" class="drawn"', 1)
+    return f"{named}>{style}{rest}\n"
 
 
 def machines_table(scenario: Scenario) -> Table:

@@ -48,6 +48,13 @@ PALETTE = """
 """The colours of all pages, in the light and in the dark."""
 COLOURS = 12
 """Of lines: --c0 to --c11."""
+DRAWING = """
+.drawn text { font: 13px system-ui, sans-serif; fill: var(--ink) }
+.drawn .soft { fill: var(--soft) } .drawn .grid { stroke: var(--line) }
+.drawn .box { fill: var(--card); stroke: var(--line) } .drawn .halo { stroke: var(--card); stroke-width: 4px;
+  paint-order: stroke }
+"""
+"""The style of what is drawn here."""
 _STYLE = """
 * { box-sizing: border-box }
 body { margin: 0; background: var(--page); color: var(--ink); font: 15px/1.5 system-ui, sans-serif }
@@ -80,10 +87,6 @@ pre { background: var(--page); border: 1px solid var(--line); border-radius: 6px
   overflow-x: auto; font: 13px/1.5 ui-monospace, monospace; white-space: pre-wrap; overflow-wrap: anywhere }
 svg { width: 100%; height: auto; display: block }
 .drawn { overflow-x: auto } .drawn svg { min-width: 460px; max-width: 720px }
-.drawn text { font: 13px system-ui, sans-serif; fill: var(--ink) }
-.drawn .soft { fill: var(--soft) } .drawn .grid { stroke: var(--line) }
-.drawn .box { fill: var(--card); stroke: var(--line) } .drawn .halo { stroke: var(--card); stroke-width: 4px;
-  paint-order: stroke }
 .key { display: flex; flex-wrap: wrap; gap: 4px 16px; font-size: 13px; color: var(--soft); margin: 4px 0 }
 .key i { display: inline-block; width: 18px; height: 0; border-top: 3px solid; vertical-align: middle;
   margin-right: 6px }
@@ -174,7 +177,7 @@ def html(page: Page) -> str:
     head = (
         f'<meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="{escape(POLICY)}">'
         f'<meta name="viewport" content="width=device-width, initial-scale=1"><title>{title}</title>'
-        f"<style>{PALETTE}{_STYLE}</style>"
+        f"<style>{PALETTE}{_STYLE}{DRAWING}</style>"
     )
     subtitle = f'<p class="soft">{text_of(page.subtitle)}</p>' if page.subtitle else ""
     body = "\n".join(_section(section) for section in page.sections if section.parts)

@@ -6,6 +6,7 @@ import re
 from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote
+from xml.etree import ElementTree
 
 import pytest
 from hypothesis import given
@@ -111,6 +112,15 @@ def test_a_picture_of_a_home_has_every_machine_and_every_medium(name: str) -> No
     assert drawn.count("access point") == 2 * sum(isinstance(medium, Wifi) for medium in scenario.media)
 
 
+def test_a_home_is_drawn_into_a_file_of_its_own(tmp_path: Path) -> None:
+    file = tmp_path / "home.svg"
+    assert CliRunner().invoke(app, ["show", "mixed-home", "--out", str(file)]).exit_code == 0
+    words = {each.text for each in ElementTree.parse(file).iter("{http://www.w3.org/2000/svg}text")}
+    assert {"switch", "access point air", "laptop", "16.4 Gb/s / 5.3 Gb/s"} <= words
+    refused = CliRunner().invoke(app, ["show", "mixed-home", "--out", str(tmp_path / "home.docx")])
+    assert (refused.exit_code, "ends in .svg" in refused.output) == (2, True)
+
+
 def test_the_numbers_of_a_figure_are_a_file_in_the_page() -> None:
     numbers = Table(("who", "how much"), (("a,b", '1"2'), ("c", "3")))
     text = html(Page("p", sections=(Section("s", (Figure("f", "<svg></svg>", numbers, "n"),)),)))
@@ -168,10 +178,15 @@ def test_the_report_of_a_run_is_the_same_twice_and_says_how_to_run_it_again(tmp_
 
 
 def test_a_report_tells_of_faults_in_words(tmp_path: Path) -> None:
-    file = tmp_path / "r.html"
-    words = ["bench", "four-macs-faulty", "--size", "64 KiB", "--repeat", "2", "--report", str(file)]
-    CliRunner().invoke(app, words)
-    assert "all_reduce of 64 KiB" in asks_for_nothing(file.read_text()).words
+    scenario, file = tmp_path / "ill.toml", tmp_path / "r.html"
+    hot = '[[fault]]\nkind = "throttle"\nat = "10 ms"\nnode = "mini-2"\nfactor = 0.5\nduration = "20 ms"\n'
+    scenario.write_text(shipped_scenarios()["four-macs-1gbe"].read_text() + hot)
+    done = CliRunner().invoke(app, ["run", str(scenario), "--task", "digits", "--steps", "8", "--set", "bands=0",
+                                    "--report", str(file)])  # fmt: skip
+    assert done.exit_code == 0, done.output
+    words = asks_for_nothing(file.read_text()).words
+    assert "fault: Throttle, node mini-2, factor 0.5, for 0.02 s" in words
+    assert "mini-2 is as fast as before" in words
 
 
 def test_a_report_has_to_have_a_place_before_the_run_begins(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ _ROW = 16
 """The most machines beside each other; more of a home are said in words."""
 _CLOUD_Y, _HUBS_Y, _MACHINES_Y = 10, 84, 190
 _PADDING = 16
+_SOFT = ' class="soft"'
 
 
 class _Place(msgspec.Struct, frozen=True):
@@ -178,7 +179,7 @@ def _box(middle: _Place, size: tuple[float, float], words: Sequence[str], radius
     wide, high = size
     first_y = middle.y + 4.5 - 8 * (len(words) - 1)
     texts = "".join(
-        f'<text{" class=soft" if number else ""} x="{middle.x:.1f}" y="{first_y + 16 * number:.1f}" '
+        f'<text{_SOFT if number else ""} x="{middle.x:.1f}" y="{first_y + 16 * number:.1f}" '
         f'text-anchor="middle">{text_of(_fitting(line, wide))}</text>'
         for number, line in enumerate(words)
     )

@@ -54,7 +54,7 @@ def _finding(table: pd.DataFrame, link: str) -> str:
     kept = unlike[unlike["variant"] == variant].groupby("method", sort=False)["of_equal"].mean()
     words = VARIANTS.get(variant, variant)
     best, worst = (f"{name} keeps {percentage(min(1.0, kept[name]))}" for name in (kept.idxmax(), kept.idxmin()))
-    return f"Where {words}: {worst} of its speed, {best}"
+    return f"Where {words}, {worst} of its speed, and {best}"
 
 
 def _relative(table: pd.DataFrame) -> pd.DataFrame:
@@ -71,14 +71,13 @@ def _relative(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def _panel(axes: Any, table: pd.DataFrame, names: list[str]) -> None:
-    for number, (variant, words) in enumerate(VARIANTS.items()):
+    shown = {variant: words for variant, words in VARIANTS.items() if (table["variant"] == variant).any()}
+    for number, (variant, words) in enumerate(shown.items()):
         part = table[table["variant"] == variant]
         look = LOOKS[number] | {"linestyle": "", "markersize": 5.5}
-        if part.empty:
-            continue
         if variant in (EQUAL, NEARLY):
             look = {"color": "black", "marker": "|", "linestyle": "", "markersize": 9, "markeredgewidth": 1.8}
-        places = [names.index(name) + _APART * (number - (len(VARIANTS) - 1) / 2) for name in part["method"]]
+        places = [names.index(name) + _APART * (number - (len(shown) - 1) / 2) for name in part["method"]]
         rates = part["samples_per_s"].astype(float)
         lengths = bars(rates, part["samples_per_s_p10"], part["samples_per_s_p90"])
         axes.errorbar(rates, places, xerr=lengths, label=words, **look, **BARS)

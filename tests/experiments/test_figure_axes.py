@@ -165,12 +165,11 @@ def test_macs_that_crash_are_compared_with_a_cluster_that_does_not(tmp_path: Pat
             ("pause", 60.0, 1.0),
             ("crash", 0.0, 4.0),
             ("crash", 20.0, 1.0),
-        )
+        )  # fmt: skip
     ]
     assert draw(*tables("failures", rows), tmp_path) == {"failures": ""}
     table = pd.read_csv(tmp_path / "failures.csv")
     kept = table[table["failures_per_hour"] > 0].set_index("failure")["of_healthy_steps_per_s"]
     assert kept.to_dict() == {"pause": 0.5, "crash": 0.25}
-    assert words_of(tmp_path / "failures.svg", "20 crashes") == [
-        "20 crashes an hour leave data parallel 25 % of its speed"
-    ]
+    words = words_of(tmp_path / "failures.svg", "20 crashes")
+    assert words == ["20 crashes an hour leave data parallel 25 % of its speed"]

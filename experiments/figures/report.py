@@ -32,6 +32,7 @@ def write_report(
         ("code sha256", str(about["code_sha256"])), ("seeds", ", ".join(map(str, _list(about["seeds"])))),
         *((str(name), str(version)) for name, version in versions.items()),
     ]  # fmt: skip
+    facts = [(what, value) for what, value in facts if value]
     failed = int(cells["error"].notna().sum())
     subtitle = f"{len(cells)} runs, simulated" + (f"; {failed} of them failed" if failed else "")
     again = Section("Make it again", (Commands((str(about["command"]),)), Table(("", ""), tuple(facts), left=("",))))

@@ -11,7 +11,7 @@ from itertools import pairwise
 import msgspec
 
 from hcsim.config import Ethernet, Scenario, Thunderbolt, Wifi
-from hcsim.config.home import AnyMedium
+from hcsim.config.home import AnyMedium, Wan
 from hcsim.config.scenario import Node
 from hcsim.report.page import DRAWING, PALETTE, Table, text_of
 
@@ -35,7 +35,7 @@ def picture(scenario: Scenario) -> str:
     lines = {line.home: line for line in scenario.wan}
     top = 0 if lines else _HUBS_Y - 28
     drawn: list[str] = []
-    doors: list[tuple[str, float]] = []
+    doors: list[float] = []
     x, deepest = 0.0, 0.0
     for home in homes:
         nodes = [node for node in scenario.nodes if node.home == home]
@@ -45,22 +45,18 @@ def picture(scenario: Scenario) -> str:
         drawn.append(
             f'<rect x="{x + 1}" y="{_HUBS_Y - 26}" width="{wide - 2}" height="{depth - _HUBS_Y + 34}" rx="12" '
             f'fill="none" stroke="var(--line)" stroke-dasharray="5 4"/>'
-            f'<text class="soft" x="{x + 12}" y="{_HUBS_Y - 9}">{text_of(home or "home")}</text>{inside}'
+            f'<text class="soft" x="{x + 12}" y="{_HUBS_Y - 9}">'
+            f"{text_of(_home_words(home, lines.get(home)))}</text>{inside}"
         )
         if home in lines:
-            doors.append((home, x + wide / 2))
+            doors.append(x + wide / 2)
         x, deepest = x + wide + _GAP, max(deepest, depth)
     width, height = x - _GAP, deepest + 12 - top
     if doors:
         middle = width / 2
-        for home, door in doors:
-            line = lines[home]
-            words = f"{_rate(line.up_bps)} up, {_rate(line.down_bps)} down"
+        for door in doors:
             way = f"{middle:.1f},{_CLOUD_Y + 12} {door:.1f},{_CLOUD_Y + 12} {door:.1f},{_HUBS_Y - 26}"
-            drawn.append(
-                f'<polyline points="{way}" fill="none" stroke="var(--soft)"/>'
-                f'<text class="soft" x="{door + 6:.1f}" y="{_HUBS_Y - 34}">{text_of(words)}</text>'
-            )
+            drawn.append(f'<polyline points="{way}" fill="none" stroke="var(--soft)"/>')
         drawn.append(_box(_Place(middle, _CLOUD_Y + 12), (110, 26), ("the internet",), 13))
     return (
         f'<svg viewBox="0 {top} {width:.0f} {height:.0f}" role="img" aria-label="{text_of(scenario.name)}" '
@@ -198,6 +194,11 @@ def _hub_words(medium: AnyMedium) -> tuple[str, str]:
         return _named("access point", medium.name), f"{_standard(medium)}, {_rate(medium.phy_rate_bps)}"
     assert isinstance(medium, Ethernet)
     return _named("switch", medium.name), f"Ethernet, {_rate(medium.rate_bps)} a port"
+
+
+def _home_words(home: str, line: Wan | None) -> str:
+    words = home or "home"
+    return words if line is None else f"{words}: {_rate(line.up_bps)} up, {_rate(line.down_bps)} down"
 
 
 def _named(kind: str, name: str) -> str:

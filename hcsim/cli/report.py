@@ -117,7 +117,7 @@ def report_real(files: RecordingFiles, record: Recording, run: RealRun) -> None:
         (
             Section("", (Facts(tuple(facts)),)),
             parts.predicted_and_measured(run.pair, run.twin),
-            *_of_record(record),
+            *_of_record(record, real=True),
             _again(files, run.seed, None, None, {"model": run.report.sha256}),
         ),
     )
@@ -265,7 +265,7 @@ def _job_facts(job: Job, laps: Sequence[JobRepeat]) -> tuple[Facts | Table | Tex
     return Facts(facts), Table(("repeat", "algorithm", "time", "sent by a rank"), rows, left=("algorithm",))
 
 
-def _of_record(record: Recording) -> tuple[Section, ...]:
+def _of_record(record: Recording, *, real: bool = False) -> tuple[Section, ...]:
     """Return what the events of the run say."""
     analysis = None if record.timeline is None else record.timeline.end()
     seen = None if record.run is None or not record.run.has_machines else record.run.at(record.run.end_s)
@@ -274,7 +274,7 @@ def _of_record(record: Recording) -> tuple[Section, ...]:
         parts.where_time_goes(analysis),
         parts.what_limits_it(analysis.path if analysis is not None else ()),
         parts.learning(steps),
-        parts.events(seen),
+        parts.events(seen, from_first=real),
     )
 
 

@@ -151,13 +151,20 @@ def links_used(loads: Sequence[LinkLoad]) -> Section:
     )
 
 
-def events(seen: Overview | None) -> Section:
-    """Return what happened, in words."""
+def events(seen: Overview | None, *, from_first: bool) -> Section:
+    """Return what happened, in words; `from_first`: times count from the first event, as clocks of real machines begin
+    at any time."""
     if seen is None or not seen.events:
         return Section("What happened", ())
+    begin_s = seen.events[0].at_s if from_first else 0.0
     shown = seen.events[-_MOST_EVENTS:]
     rows = tuple(
-        (screen.duration(event.at_s) if event.at_s else "0 s", event.who, _IN_TONE.get(event.tone, ""), event.text)
+        (
+            screen.duration(event.at_s - begin_s) if event.at_s > begin_s else "0 s",
+            event.who,
+            _IN_TONE.get(event.tone, ""),
+            event.text,
+        )
         for event in shown
     )
     cut = len(seen.events) - len(shown)

@@ -60,7 +60,7 @@ def picture(scenario: Scenario) -> str:
         drawn.append(_box(_Place(middle, _CLOUD_Y + 12), (110, 26), ("the internet",), 13))
     return (
         f'<svg viewBox="0 {top} {width:.0f} {height:.0f}" role="img" aria-label="{text_of(scenario.name)}" '
-        f'style="max-width: {1.4 * width:.0f}px">{"".join(drawn)}</svg>'
+        f'style="min-width: {min(460.0, width):.0f}px; max-width: {1.4 * width:.0f}px">{"".join(drawn)}</svg>'
     )
 
 

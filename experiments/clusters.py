@@ -33,6 +33,8 @@ from hcsim.units import BitRate, PositiveSeconds, PositiveShare, Seconds, decode
 MACHINE = "M4"
 OLD_MACHINE = "M1"
 THROTTLED = PositiveShare(0.4)
+_APART = 0.01
+"""Of the speeds of Macs that are alike, but for what two of a kind differ in."""
 THUNDERBOLT_BPS = BitRate(16.4e9)
 """TCP over a Thunderbolt 4 bridge, in the faster direction of a measured pair."""
 _THUNDERBOLT = Basis(
@@ -170,27 +172,52 @@ def _with_last(scenario: Scenario, **changes: object) -> Scenario:
     return replace(scenario, nodes=(*others, replace(last, **changes)))
 
 
+def _uneven(scenario: Scenario) -> Scenario:
+    """No two Macs are exactly alike: each of the first three of four is 1 % slower than the one before.
+
+    Exactly equal ones all pull from a server at once, and then all push, so that its port is busy in one direction at a
+    time; one that is a little slower ends that, and all would seem faster for it."""
+    slower = tuple(
+        _slowed(node.name, PositiveShare(1 - _APART * number))
+        for number, node in enumerate(scenario.nodes[:-1])
+        if number
+    )
+    return replace(scenario, faults=(*scenario.faults, *slower))
+
+
+def _slowed(node: str, factor: PositiveShare) -> Throttle:
+    return Throttle(at_s=Seconds(0), node=node, factor=factor, duration_s=FOR_EVER)
+
+
+def _nearly_equal(scenario: Scenario) -> Scenario:
+    last = _slowed(scenario.nodes[-1].name, PositiveShare(1 - _APART * (len(scenario.nodes) - 1)))
+    uneven = _uneven(scenario)
+    return replace(uneven, name=f"{scenario.name}-nearly-equal", faults=(*uneven.faults, last))
+
+
 def _one_old(scenario: Scenario) -> Scenario:
-    return replace(_with_last(scenario, machine=OLD_MACHINE), name=f"{scenario.name}-one-old")
+    return replace(_uneven(_with_last(scenario, machine=OLD_MACHINE)), name=f"{scenario.name}-one-old")
 
 
 def _one_throttled(scenario: Scenario) -> Scenario:
-    hot = Throttle(at_s=Seconds(0), node=scenario.nodes[-1].name, factor=THROTTLED, duration_s=FOR_EVER)
-    return replace(scenario, name=f"{scenario.name}-one-throttled", faults=(*scenario.faults, hot))
+    hot, uneven = _slowed(scenario.nodes[-1].name, THROTTLED), _uneven(scenario)
+    return replace(uneven, name=f"{scenario.name}-one-throttled", faults=(*uneven.faults, hot))
 
 
 def _one_on_wifi(scenario: Scenario) -> Scenario:
     if not all(isinstance(medium, Ethernet) for medium in scenario.media):
         raise ConfigError('variant = "one-on-wifi": the others have to be on Ethernet')
     air: AnyMedium = _access_point("wifi6")
-    wireless = _with_last(scenario, links=(Attachment(air.name),))
+    wireless = _uneven(_with_last(scenario, links=(Attachment(air.name),)))
     return replace(wireless, name=f"{scenario.name}-one-on-wifi", media=(*scenario.media, air))
 
 
 VARIANTS: dict[str, Callable[[Scenario], Scenario]] = {
     "equal": lambda scenario: scenario,
+    "nearly-equal": _nearly_equal,
     "one-old": _one_old,
     "one-throttled": _one_throttled,
     "one-on-wifi": _one_on_wifi,
 }
-"""What is different about the last Mac: an M1, one at 0.4 of its speed, or one that is on Wi-Fi 6."""
+"""What is different about the last Mac: an M1, one at 0.4 of its speed, or one that is on Wi-Fi 6. In all but the first
+the others are 1 % apart, and with "nearly-equal" the last one is, too."""

@@ -36,11 +36,12 @@ from experiments.study.progress import Bar
 from experiments.study.runner import run_cells
 from experiments.study.store import Store
 from hcsim.cli.errors import INTERRUPTED
-from hcsim.errors import ConfigError
+from hcsim.errors import ConfigError, HcsimError
 from hcsim.files import write_whole
 from hcsim.pool import Pool
 from hcsim.pool.open import open_pool
 from hcsim.registry import load_plugin
+from hcsim.report.page import check_place
 
 _OF_A_CHECKOUT = ("pyproject.toml", "hcsim/__init__.py", "experiments/sweep.py")
 TERMINATED = 143
@@ -54,8 +55,16 @@ class Outcome(NamedTuple):
     drawn: list[str]
 
 
-def sweep(asked: list[Asked], out: Path, pool: Pool, command: list[str], console: Console) -> Outcome:
+class Output(NamedTuple):
+    """Where a sweep writes."""
+
+    folder: Path
+    report: Path | None = None
+
+
+def sweep(asked: list[Asked], output: Output, pool: Pool, command: list[str], console: Console) -> Outcome:
     """Run what is not yet finished in this pool, and write everything."""
+    out = output.folder
     store = Store(out / ".cells")
     cells = list(dict.fromkeys(cell for _, cell in asked))
     results = {cell: entry.result for cell in cells if (entry := store.get(cell))}
@@ -71,7 +80,7 @@ def sweep(asked: list[Asked], out: Path, pool: Pool, command: list[str], console
             bar.finished(cell, result, cost_s)
 
         run_cells(todo, pool, finished)
-    problems = write(asked, results, out, command)
+    problems = write(asked, results, output, command)
     for study, problem in problems.items():
         if problem:
             words = f"no figure of {study}: its rows are not what that figure shows ({problem})"
@@ -79,8 +88,9 @@ def sweep(asked: list[Asked], out: Path, pool: Pool, command: list[str], console
     return Outcome(bar.failed, [study for study, problem in problems.items() if not problem])
 
 
-def write(asked: list[Asked], results: dict[AnyCell, Result], out: Path, command: list[str]) -> dict[str, str]:
-    """Tables, manifest and figures; by study, why its figure could not be drawn, or nothing."""
+def write(asked: list[Asked], results: dict[AnyCell, Result], output: Output, command: list[str]) -> dict[str, str]:
+    """Tables, manifest, figures and report; by study, why its figure could not be drawn, or nothing."""
+    out = output.folder
     # pandas and matplotlib are slow to load, and the processes that run cells load this module too.
     from experiments.figures import draw
     from experiments.study.manifest import manifest
@@ -89,9 +99,15 @@ def write(asked: list[Asked], results: dict[AnyCell, Result], out: Path, command
     cells, curves = cell_table(asked, results), curve_table(asked, results)
     write_table(cells, out / "cells")
     write_table(curves, out / "curves")
-    text = json.dumps(manifest(cells, command), indent=1, ensure_ascii=False)
+    about = manifest(cells, command)
+    text = json.dumps(about, indent=1, ensure_ascii=False)
     write_whole(out / "manifest.json", f"{text}\n".encode())
-    return draw(cells, curves, out)
+    problems = draw(cells, curves, out)
+    if output.report is not None:
+        from experiments.figures.report import write_report
+
+        write_report(output.report, cells, out, about, problems)
+    return problems
 
 
 def results_folder(what: str | None, quick: bool) -> Path:
@@ -160,6 +176,9 @@ def main(
     plugin: Annotated[
         list[str] | None, typer.Option(help="A plugin to load, a module or a file; may be given several times.")
     ] = None,
+    report: Annotated[
+        Path | None, typer.Option(help="Write a page with the figures, their numbers and the commands, as HTML.")
+    ] = None,
     jobs: Annotated[int | None, typer.Option(min=1, max=512, help="Processes; left out, one for each core.")] = None,
     dask: Annotated[
         str | None,
@@ -182,6 +201,7 @@ def main(
             load_plugin(each)
         asked = [one for name in names for one in load_sweep(name, quick=quick)]
         folder = out or results_folder(what, quick)
+        check_place(report)
     except ConfigError as error:
         complain(str(error))
         raise typer.Exit(2) from None
@@ -197,18 +217,21 @@ def main(
     with _terminated_as_interrupted() as terminated:
         try:
             with closing(open_pool(jobs or os.cpu_count() or 1, dask)) as pool:
-                failed, drawn = sweep(asked, folder, pool, command, console)
+                failed, drawn = sweep(asked, Output(folder, report), pool, command, console)
         except ConfigError as error:
             complain(str(error))
             raise typer.Exit(2) from None
         except KeyboardInterrupt:
             console.print("interrupted: finished cells are kept, and the same command goes on from there")
             raise typer.Exit(TERMINATED if terminated else INTERRUPTED) from None
+        except HcsimError as error:
+            complain(str(error))
+            raise typer.Exit(1) from None
         except OSError as error:  # of a full disk there is no name
             complain(f"{error.filename or folder}: {error.strerror or error}")
             raise typer.Exit(1) from None
     figures = f", with figures of {', '.join(drawn)}" if drawn else ""
-    typer.echo(f"{len(asked)} rows in {folder / 'cells.csv'}{figures}")
+    typer.echo(f"{len(asked)} rows in {folder / 'cells.csv'}{figures}{f', report in {report}' if report else ''}")
     if failed:
         console.print(f"cells that failed: {failed}; see the column error; the same command tries them again")
         raise typer.Exit(1)

@@ -31,7 +31,7 @@ def draw(cells: pd.DataFrame, curves: pd.DataFrame, out: Path) -> dict[str, str]
 def _draw(study: str, cells: pd.DataFrame, curves: pd.DataFrame, out: Path) -> str:
     module = import_module(f"experiments.figures.{study}")
     good = cells[cells["error"].isna()]
-    files = getattr(module, "FILES", study)
+    files = files_of(study)
     _remove(files, out)
     try:
         if good.empty:
@@ -44,6 +44,11 @@ def _draw(study: str, cells: pd.DataFrame, curves: pd.DataFrame, out: Path) -> s
         if isinstance(error, OSError) or not isinstance(error, Exception):
             raise
         return str(error) if isinstance(error, HcsimError | ValueError) else f"{type(error).__name__}: {error}"
+
+
+def files_of(study: str) -> str:
+    """Return a pattern of what the figures of a study are called."""
+    return str(getattr(import_module(f"experiments.figures.{study}"), "FILES", study))
 
 
 def _remove(names: str, out: Path) -> None:

@@ -9,12 +9,25 @@ import pandas as pd
 from matplotlib.ticker import FixedLocator
 
 from experiments.figures.hidden import check_shown
-from experiments.figures.style import BAND, figure, labelled, link_title, looks, save_data, size_label, time_label
+from experiments.figures.style import (
+    BAND,
+    figure,
+    labelled,
+    link_title,
+    looks,
+    save_data,
+    size_label,
+    takeaway,
+    time_label,
+)
 
 ALGORITHMS = (
     "ring", "tree", "centralized", "recursive_doubling", "halving_doubling", "direct", "hierarchical",
     "chunked_ring",
 )  # fmt: skip
+AUTO = "auto"
+_CLOSE = 1.1
+"""So many times as long as the fastest is nearly as fast."""
 SHOWN = [
     "link", "world", "algorithm", "size_bytes", "step_s", "p10_s", "p90_s", "fastest_s", "slowest_s",
     "step_sent_bytes", "closed_form_s",
@@ -50,6 +63,9 @@ def _by_link(cells: pd.DataFrame, file: Path) -> None:
             here = cells[(cells["link"] == link) & (cells["world"] == world)]
             for algorithm, line in here.groupby("algorithm", sort=False):
                 look = look_of[algorithm]
+                if algorithm == AUTO:
+                    axes.plot(line["size_bytes"], line["step_s"], label=AUTO, **_BENEATH)
+                    continue
                 axes.plot(line["size_bytes"], line["step_s"], label=algorithm, **look)
                 if line["p10_s"].notna().all():
                     sizes, low, high = (line[name].astype(float) for name in ("size_bytes", "p10_s", "p90_s"))
@@ -63,13 +79,32 @@ def _by_link(cells: pd.DataFrame, file: Path) -> None:
             for axes in panels.flat
             for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
         }
-        words = [_word(name) for name in named]
+        words = [f"{AUTO}, nothing measured" if name == AUTO else _word(name) for name in named]
         panels.flat[-1].legend(
             named.values(), words, loc="center", title="simulated all-reduce by\n(shaded: p10 to p90)", fontsize=10
         )
         sheet.supxlabel("size of the reduced tensor")
         for axes in panels[:, 0]:
             axes.set_ylabel("time")
+        takeaway(sheet, _finding(cells))
+
+
+_BENEATH: dict[str, Any] = {"color": "#f0e442", "linewidth": 7, "solid_capstyle": "round", "zorder": 1}
+"""How `auto` is drawn: below the line of the algorithm that it takes."""
+
+
+def _finding(cells: pd.DataFrame) -> str:
+    """How often the fastest is whom, and how often `auto` comes near it."""
+    place = ["link", "world", "size_bytes"]
+    fixed = cells[cells["algorithm"] != AUTO]
+    fastest = fixed.loc[fixed.groupby(place)["step_s"].idxmin()]
+    wins = fastest["algorithm"].value_counts()
+    words = f"{_word(wins.index[0])} is the fastest in {wins.iloc[0]} of {len(fastest)} places"
+    auto = cells[cells["algorithm"] == AUTO].merge(fastest[[*place, "step_s"]], on=place, suffixes=("", "_fastest"))
+    if auto.empty:
+        return words
+    close = int((auto["step_s"] <= _CLOSE * auto["step_s_fastest"]).sum())
+    return f"{words}; auto takes at most {_CLOSE - 1:.0%} longer than the fastest in {close} of {len(auto)}"
 
 
 def _closed_form(cells: pd.DataFrame, file: Path) -> None:
@@ -84,6 +119,9 @@ def _closed_form(cells: pd.DataFrame, file: Path) -> None:
             upper.plot(sizes, line["step_s"], **look | {"linestyle": ""})
             upper.plot([], [], label=f"{_word(algorithm)}, {line['world'].iloc[0]} ports", **look)
             lower.plot(sizes, 100 * (line["step_s"] / line["closed_form_s"] - 1), **look)
+        off = float((cells["step_s"] / cells["closed_form_s"] - 1).abs().max())
+        words = f"{100 * off:.2g} %" if off else "the last digit"
+        takeaway(sheet, f"The simulator agrees with the formulas to {words}")
         upper.set_title("Latency and bandwidth only: formula (line) and simulation (marker)")
         upper.legend()
         _log_axes(upper)

@@ -6,14 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+from matplotlib.ticker import NullLocator
 
 from experiments.figures.hidden import check_shown, only
 from experiments.figures.methods import compressor_words
-from experiments.figures.style import LOOKS, bytes_label, figure, labelled, save_data, spread, task_title
+from experiments.figures.style import LOOKS, bytes_label, figure, labelled, save_data, spread, takeaway, task_title
 
 FAMILIES = {"topk": "top-k", "randomk": "random-k", "powersgd": "PowerSGD", "int8": "int8", "onebit": "one bit",
             "fp16": "fp16"}  # fmt: skip
 FEEDBACK = "+ef"
+_LEAST_MISSED = 0.1
 
 
 def draw(cells: pd.DataFrame, curves: pd.DataFrame, out: Path) -> None:
@@ -23,11 +25,15 @@ def draw(cells: pd.DataFrame, curves: pd.DataFrame, out: Path) -> None:
     if points["step_sent_bytes"].isna().all():
         raise ValueError("all of its runs diverged")
     save_data(points, out / "compression")
-    with figure(10.0, 4.4, out / "compression") as sheet:
+    steps = only(cells[~cells["diverged"]], "steps")
+    place = f"{task_title(only(cells, 'task'))}, {only(cells, 'world')} Macs, {steps} steps"
+    _sheet(points, place, out / "compression")
+
+
+def _sheet(points: pd.DataFrame, place: str, file: Path) -> None:
+    with figure(10.0, 4.4, file) as sheet:
         left, right = sheet.subplots(1, 2, width_ratios=(3, 2))
         _accuracy(left, points)
-        steps = only(cells[~cells["diverged"]], "steps")
-        place = f"{task_title(only(cells, 'task'))}, {only(cells, 'world')} Macs, {steps} steps"
         left.set_title(f"{place}: mean and range of {points['seeds'].max()} seeds")
         _bytes(right, points)
         handles = [
@@ -39,6 +45,22 @@ def draw(cells: pd.DataFrame, curves: pd.DataFrame, out: Path) -> None:
         handles.append(left.plot([], [], color="0.3", marker="o", linestyle=":", mfc="w", label="without")[0])
         handles.append(left.plot([], [], color="0.4", linewidth=0.9, label="no compression")[0])
         left.legend(handles=handles, loc="lower left", fontsize=8)
+        takeaway(sheet, _finding(points))
+
+
+def _finding(points: pd.DataFrame) -> str:
+    """What sends least without learning worse than any seed does without compression."""
+    whole = points[(points["family"] != "none") & (points["diverged"] == 0)]
+    dense = points[(points["compressor"] == "none") & (points["diverged"] == 0)]
+    if dense.empty or whole["times_fewer_bytes"].isna().all():
+        return "Accuracy and bytes of compressors"
+    as_good = whole[whole["accuracy"] >= float(dense.iloc[0]["lowest_accuracy"])]
+    if as_good.empty:
+        return "Every compressor costs accuracy here"
+    best = as_good.loc[as_good["times_fewer_bytes"].idxmax()]
+    feedback = " with error feedback" if best["feedback"] else ""
+    fewer = f"{best['times_fewer_bytes']:.0f} times fewer bytes"
+    return f"{compressor_words(best['compressor'])}{feedback} sends {fewer}, and learns as well as without compression"
 
 
 def _summary(cells: pd.DataFrame) -> pd.DataFrame:
@@ -71,23 +93,30 @@ def _accuracy(axes: Any, points: pd.DataFrame) -> None:
     dense = points[(points["compressor"] == "none") & (points["diverged"] == 0)]
     if len(dense):
         base = dense.iloc[0]
-        axes.axhline(100 * base["accuracy"], color="0.4", linewidth=0.9)
-        axes.axhspan(100 * base["lowest_accuracy"], 100 * base["highest_accuracy"], color="0.93", zorder=0)
+        axes.axhline(_missed(base["accuracy"]), color="0.4", linewidth=0.9)
+        axes.axhspan(_missed(base["highest_accuracy"]), _missed(base["lowest_accuracy"]), color="0.93", zorder=0)
     compared = points["times_fewer_bytes"].notna().any()
     across = "times_fewer_bytes" if compared else "step_sent_bytes"
     for (family, feedback), line in points[points["family"] != "none"].groupby(["family", "feedback"], sort=False):
         line = line[line["diverged"] == 0].sort_values(across)
-        mean, low, high = (
-            100 * line[name].astype(float) for name in ("accuracy", "lowest_accuracy", "highest_accuracy")
+        mean, most, least = (
+            line[name].astype(float).map(_missed) for name in ("accuracy", "lowest_accuracy", "highest_accuracy")
         )
         axes.errorbar(
-            line[across].astype(float), mean, yerr=spread(mean, low, high),
+            line[across].astype(float), mean, yerr=spread(mean, least, most),
             elinewidth=0.7, capsize=1.5, **_look(family, feedback),
         )  # fmt: skip
+    # What is missed, on a logarithmic axis: between 95 and 99 % lies as much as between 50 and 90 %.
+    axes.set_yscale("log")
+    axes.invert_yaxis()
+    bottom, top = axes.get_ylim()
     if lost := _lost(points):
         axes.annotate(f"diverged {lost}", (0.99, 0.015), xycoords="axes fraction", ha="right", fontsize=8, color="0.3")
-        bottom, top = axes.get_ylim()
-        axes.set_ylim(bottom=bottom - 0.06 * (top - bottom))  # room for these words below the lowest bar
+        bottom *= 1.4  # room for these words below the lowest bar
+    axes.set_ylim(bottom, top)
+    ticks = [missed for missed in (80, 50, 20, 10, 5, 3, 2, 1, 0.5, 0.2, 0.1) if top <= missed <= bottom]
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.set_yticks(ticks, [f"{100 - missed:g}" for missed in ticks])
     axes.set_xscale("log")
     if compared:
         labelled(axes.xaxis, lambda value: f"{value:g}×")
@@ -97,6 +126,11 @@ def _accuracy(axes: Any, points: pd.DataFrame) -> None:
         axes.invert_xaxis()  # what sends less is on the right in both
         axes.set_xlabel("sent per step by each Mac (measured, headers included)")
     axes.set_ylabel("held-out accuracy, %")
+
+
+def _missed(accuracy: float) -> float:
+    """Return the percentage of samples that are taken for something else; on a logarithmic axis none has no place."""
+    return max(_LEAST_MISSED, 100 * (1 - accuracy))
 
 
 def _lost(points: pd.DataFrame) -> str:

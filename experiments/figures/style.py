@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from textwrap import wrap
 from typing import Any
 
 import matplotlib as mpl
@@ -47,6 +48,8 @@ LOOKS: tuple[dict[str, Any], ...] = (
 
 TASKS = {"digits": "Digits", "resnet50": "ResNet-50", "gpt2": "GPT-2", "llama-1b": "Llama 1B", "llama-7b": "Llama 7B"}
 
+_LETTERS_PER_INCH = 10.5
+"""Of a title."""
 SUFFIXES = (".csv", ".png", ".svg")
 """Of the files of a figure."""
 
@@ -59,6 +62,18 @@ def figure(width: float, height: float, file: Path) -> Iterator[Figure]:
         yield sheet
         sheet.savefig(file.with_suffix(".png"))
         sheet.savefig(file.with_suffix(".svg"), metadata={"Date": None})
+
+
+def takeaway(sheet: Figure, words: str) -> None:
+    """State above all panels what a reader is to take away, which is counted from the rows that are shown."""
+    per_line = int(_LETTERS_PER_INCH * sheet.get_figwidth())
+    lines = [line for part in words.split("\n") for line in wrap(part[:1].upper() + part[1:], per_line)]
+    sheet.suptitle("\n".join(lines), x=0.01, ha="left", fontsize=11, fontweight="bold")
+
+
+def percentage(share: float) -> str:
+    """ "64 %"; below one percent with a digit more."""
+    return f"{100 * share:.0f} %" if share >= 0.0995 or share == 0 else f"{100 * share:.1f} %"
 
 
 def save_data(table: pd.DataFrame, file: Path) -> None:

@@ -20,7 +20,7 @@ from hcsim.registry import loaded_plugins, plugins_sha256
 from hcsim.twin.effects import Effect
 
 ROOT = Path(__file__).parents[2]
-_MEASURING = ("bands", "cell", "failures", "measure", "measure_training")
+_MEASURING = ("bands", "cell", "failures", "measure", "measure_cluster", "measure_training")
 _CODE = (
     "hcsim/**/*.py", "hcsim/**/*.[ch]", "hcsim/scenarios/*.toml", "experiments/clusters.py",
     *(f"experiments/study/{name}.py" for name in _MEASURING),

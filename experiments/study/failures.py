@@ -15,11 +15,13 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from hcsim import rng
-from hcsim.config import AnyFault, Partition, Pause, Scenario
+from hcsim.config import AnyFault, Partition, Pause, Restart, Scenario
 from hcsim.units import PositiveSeconds, Seconds
 
-KINDS = ("pause", "dropout")
-"""A machine that does nothing for a while; or one that nobody reaches, and that reaches nobody."""
+CRASH = "crash"
+KINDS = ("pause", "dropout", CRASH)
+"""A machine that does nothing for a while; one that nobody reaches, and that reaches nobody; or one that falls silent,
+has lost what is in its memory, and starts again."""
 MOST = 2000
 """Of one node: more than that cannot be what someone wants to wait for."""
 
@@ -58,4 +60,6 @@ def _fault(kind: str, name: str, names: tuple[str, ...], at_s: float, duration_s
     at, lasts = Seconds(round(at_s, 6)), PositiveSeconds(duration_s)
     if kind == "pause":
         return Pause(at, name, lasts)
+    if kind == CRASH:
+        return Restart(at, name, down_s=Seconds(duration_s))
     return Partition(at, ((name,), tuple(other for other in names if other != name)), lasts)

@@ -88,7 +88,8 @@ class TrainingGrid(Table, frozen=True, kw_only=True, tag_field="kind", tag="trai
     seeds: Annotated[tuple[Seed, ...], Meta(min_length=1)] = (1,)
     failures_per_hour: Annotated[tuple[Annotated[float, Meta(ge=0, le=1e9)], ...], Meta(min_length=1)] = (0.0,)
     """Of each node, per hour that it runs."""
-    failure: Literal["pause", "dropout"] = "pause"
+    failure: Literal["pause", "dropout", "crash"] = "pause"
+    """With "crash" the Macs form a cluster, which goes on without those that are down."""
     failure_lasts_s: PositiveSeconds = PositiveSeconds(10)
     steps: Count = 200
     batch: Count | None = None
@@ -112,13 +113,16 @@ class TrainingGrid(Table, frozen=True, kw_only=True, tag_field="kind", tag="trai
             place: dict[str, Any] = {"link": link, "variant": variant, "algorithm": algorithm, "compressor": compressor}
             if strategy == SINGLE:
                 place = {"link": ALONE}
-            failing = per_hour > 0 and strategy != SINGLE
+            together = strategy != SINGLE
+            failing = per_hour > 0 and together
+            in_cluster = self.failure == "crash" and together  # what does not fail is to be in one, too
             cell = Train(
                 **place,
                 world=world, task=task, strategy=strategy, seed=seed, steps=self.steps, batch=self.batch, lr=self.lr,
                 momentum=self.momentum, warmup=self.warmup, scale_lr=self.scale_lr, evaluate_every=self.evaluate_every,
                 bucket_bytes=self.bucket_bytes and int(self.bucket_bytes), target_loss=self.target_loss,
-                failure=self.failure if failing else "pause", failures_per_hour=per_hour if failing else 0.0,
+                failure=self.failure if failing or in_cluster else "pause",
+                failures_per_hour=per_hour if failing else 0.0,
                 failure_s=float(self.failure_lasts_s) if failing else 0.0,
             )  # fmt: skip
             seen[cell] = None

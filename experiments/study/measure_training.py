@@ -9,8 +9,10 @@ import msgspec
 
 from experiments.clusters import Cluster, cluster
 from experiments.study.cell import Point, Result, Train
-from experiments.study.failures import MOST, failing
+from experiments.study.failures import CRASH, MOST, failing
 from experiments.study.measure import TIMEOUT_S, fingerprints
+from experiments.study.measure_cluster import TIMEOUT_S as CRASH_TIMEOUT_S
+from experiments.study.measure_cluster import crashing
 from hcsim.collectives.select import Options
 from hcsim.compressors.registry import make
 from hcsim.config import Scenario
@@ -39,6 +41,9 @@ LONGEST_S = 24 * 3600.0
 
 def trained(cell: Train) -> Result:
     """What the cell comes to."""
+    if cell.failure == CRASH:
+        what = task(cell.task)
+        return crashing(cell, _cluster_settings(cell, what), what)
     place = cluster(cell.link, cell.world, cell.variant)
     scenario, failing_until_s = failing(
         place.scenario, cell.failure, cell.failures_per_hour, cell.failure_s, LONGEST_S, cell.seed
@@ -99,6 +104,11 @@ def _simulated(cell: Train, place: Cluster, what: Task) -> Outcome[Report]:
         options=Options(timeout_s=settings.timeout_s, groups=place.groups),
         wire=Wire(segment_bytes=MAX_FRAME_BYTES) if _size_bytes(what) >= COARSE_BYTES else Wire(),
     )
+
+
+def _cluster_settings(cell: Train, what: Task) -> Training:
+    settings = _settings(cell, cell.batch or what.defaults.batch)
+    return msgspec.structs.replace(settings, timeout_s=PositiveSeconds(CRASH_TIMEOUT_S))
 
 
 def _size_bytes(what: Task) -> int:

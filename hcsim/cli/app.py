@@ -260,6 +260,38 @@ def topology(
 
 
 @app.command()
+def show(
+    home: Annotated[
+        str,
+        typer.Argument(
+            metavar="HOME",
+            help="A scenario file, a twin, or the name of a shipped scenario.",
+            autocompletion=names_of("scenarios"),
+        ),
+    ],
+    out: Annotated[Path, typer.Option("--out", "-o", help="The drawing, a file that ends in .svg.")] = Path("home.svg"),
+) -> None:
+    """Draw a home: its machines, and the switches, access points and cables that join them."""
+    with errors_told():
+        from hcsim.cli import screen
+        from hcsim.cli.request import shipped_scenario
+        from hcsim.errors import ConfigError
+        from hcsim.files import write_whole
+        from hcsim.report.home import drawing
+
+        if out.suffix != ".svg":
+            raise ConfigError(f"--out {out}: give a file that ends in .svg")
+        scenario = shipped_scenario(home)
+        if not scenario.nodes:
+            raise ConfigError(f"{home}: there is no [[node]] in it, so there is nothing to draw")
+        try:
+            write_whole(out, drawing(scenario).encode())
+        except OSError as error:
+            raise ConfigError(f"{out}: cannot be written: {error.strerror}") from None
+        screen.note(f"drawn in {out}")
+
+
+@app.command()
 def fuzz(
     seeds: Annotated[int | None, typer.Option(min=1, help="How many seeds; without --minutes, 100.")] = None,
     first: Annotated[int, typer.Option(min=0, help="The first seed.")] = 1,

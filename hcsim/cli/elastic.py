@@ -26,7 +26,7 @@ import msgspec
 
 from hcsim.cli import screen
 from hcsim.cli.recording import RecordingFiles, recording, show_run
-from hcsim.cli.training import ConsoleReporter, check, check_for_real, fastest_device, tell_outcome
+from hcsim.cli.training import ConsoleReporter, check, check_for_real, fastest_device, show_report, tell_outcome
 from hcsim.cli.twin import ChosenTwin, MeasuredRun, as_copies, compare
 from hcsim.cluster.view import View
 from hcsim.config import Cluster, Scenario, Training, write_job
@@ -116,6 +116,7 @@ def train_virtual_cluster(
         record.keep(outcome.metrics)
     run = PredictedRun(settings, wire, forms_cluster=True)
     healthy = tell_outcome(scenario, settings, "node", outcome, run, bands)
+    show_report(files, record, scenario, run, outcome, bands)
     show_run(record, files)
     return healthy
 
@@ -147,10 +148,16 @@ def train_for_real(node: RealNode, plan: ClusterJob, outputs: Outputs, others: R
         report = asyncio.run(_shown(session.run(others, attended=attended), node, cluster, outputs))
     screen.training_report(settings, f"this node was rank {report.rank} at the end, for real", [report])
     show_run(record, outputs.files)
+    pair = None
     if outputs.twin is not None:
         names, rank, points = session.longest_view(report.points)
         run = MeasuredRun(settings, plan.seed, plan.wire, names, rank, node.device, points, forms_cluster=True)
-        compare(outputs.twin, run)
+        pair = compare(outputs.twin, run)
+    if outputs.files.report is not None:
+        from hcsim.cli.report import RealRun, report_real
+
+        twin = "" if outputs.twin is None else str(outputs.twin.path)
+        report_real(outputs.files, record, RealRun(settings, plan.seed, report, pair, twin))
     return True
 
 

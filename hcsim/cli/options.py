@@ -56,6 +56,7 @@ Save = Annotated[File, _option("Write the model that was learned to this file.",
 Trace = Annotated[File, _option("Write every event to this file, as JSON lines.", metavar="FILE")]
 Timeline = Annotated[File, _option("Write a timeline to look at in ui.perfetto.dev.", metavar="FILE")]
 _CHAKRA = "Write execution traces of MLCommons Chakra: PREFIX.0.et, PREFIX.1.et, …"
+ReportPage = Annotated[File, _option("Write a page about the run, as HTML.", "--report", metavar="FILE")]
 Operation = Annotated[Text, _option("all_reduce, broadcast, all_gather, …", kind="operations", metavar="NAME")]
 
 
@@ -95,6 +96,7 @@ class RunOptions(msgspec.Struct, frozen=True):
     trace: Trace = None
     timeline: Timeline = None
     chakra: Annotated[File, typer.Option("--chakra", help=_CHAKRA, metavar="PREFIX", hidden=True)] = None
+    report: ReportPage = None
     dashboard: Annotated[
         bool,
         typer.Option(
@@ -126,6 +128,7 @@ class BenchOptions(msgspec.Struct, frozen=True):
     trace: Trace = None
     timeline: Timeline = None
     chakra: Annotated[File, _option(_CHAKRA, metavar="PREFIX")] = None
+    report: ReportPage = None
 
 
 class ReplayOptions(msgspec.Struct, frozen=True):

@@ -81,6 +81,10 @@ def run_virtual(scenario: Scenario, wire: Wire, files: RecordingFiles, bands: in
         _show_band(scenario, options, wire, [lap.seconds for lap in laps], bands, outcome.events)
     healthy = tell_failures(names, outcome.results)
     tell_fingerprint(outcome)
+    if files.report is not None:
+        from hcsim.cli.report import report_job
+
+        report_job(files, record, scenario, laps, outcome)
     show_run(record, files)
     return healthy and not any(lap.wrong for lap in laps)
 

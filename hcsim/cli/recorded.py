@@ -119,6 +119,11 @@ class RecordedRun:
         details = Details(at_s, chip, Readings(), self._work, self._total_steps)
         return NodeReport(StatusReply(status, view, tuple(lines.values()), (), details), history, at_s)
 
+    def steps(self) -> tuple[HistoryStep, ...]:
+        """Return the steps of the machine that has the most of them, of which the first."""
+        taken = [tuple(step for _, step in machine.steps) for machine in self._machines.values()]
+        return max(taken, key=lambda steps: len(steps), default=())
+
     @property
     def has_machines(self) -> bool:
         """Whether anything is known of the machines that took part."""

@@ -34,6 +34,10 @@ class RecordingFiles(msgspec.Struct, frozen=True):
     """The number of steps after which the timeline ends."""
     chakra: Path | None = None
     """The beginning of the names of the execution traces."""
+    report: Path | None = None
+    """A page about the run."""
+    command: str = ""
+    """What starts the same run again."""
 
 
 class Recording(msgspec.Struct, frozen=True):
@@ -130,14 +134,17 @@ def recording(files: RecordingFiles) -> Iterator[Recording]:
             sinks = [] if files.trace is None else [_lines(stack.enter_context(_Output(files.trace)))]
             figures = None if files.metrics is None else stack.enter_context(_Output(files.metrics))
             run = timeline = graph = None
-            if files.dashboard:
+            write: Callable[[bytes], None]
+            if files.dashboard or files.report is not None:
                 from hcsim.cli.recorded import RecordedRun
 
                 run = RecordedRun("this run")
                 sinks.append(run.listen)
-            if files.timeline is not None:
-                output = stack.enter_context(_Output(files.timeline))
-                timeline = Timeline(_until_lost(output.write), files.timeline_steps)
+            if files.timeline is not None or files.report is not None:
+                write = _dropped
+                if files.timeline is not None:
+                    write = _until_lost(stack.enter_context(_Output(files.timeline)).write)
+                timeline = Timeline(write, files.timeline_steps)
                 stack.callback(timeline.end)
                 sinks.append(timeline)
             if files.chakra is not None:
@@ -178,7 +185,7 @@ def show_run(record: Recording, files: RecordingFiles) -> None:
         tell_timeline(files.timeline, record.timeline.end())
     if record.graph is not None and files.chakra is not None:
         _write_graph(files.chakra, record.graph)
-    if record.run is not None:
+    if record.run is not None and files.dashboard:
         from hcsim.cli.dashboard import show_recorded
 
         show_recorded(record.run)
@@ -221,6 +228,10 @@ def _lines(file: _Output) -> Sink:
     """Return a sink that writes each event as a line of JSON."""
     encode, write = msgspec.json.Encoder().encode_lines, _until_lost(file.write)
     return lambda events: write(encode(events))
+
+
+def _dropped(data: bytes) -> None:
+    """Write nothing: of a timeline, the analysis alone is wanted."""
 
 
 def _until_lost(write: Callable[[bytes], None]) -> Callable[[bytes], None]:

@@ -77,7 +77,7 @@ def bench(options: BenchOptions) -> bool:
     chosen, wire, files = _modelled(chosen, settings, _traced(options))
     bands = settings.take("prediction", PredictionSettings(), ("bands",)).bands
     settings.finish({"training": "with `hcsim run`", "cluster": "with `hcsim run`"})
-    return run_virtual(chosen, wire, files, bands)
+    return run_virtual(chosen, wire, _reported(files, "bench", options), bands)
 
 
 def replay(options: ReplayOptions) -> bool:
@@ -89,7 +89,7 @@ def replay(options: ReplayOptions) -> bool:
     _prepare(options.plugin)
     settings = Settings(options.set, {})
     chosen = _scenario(options.scenario, None, options.seed)
-    outputs = {"--trace": options.trace, "--timeline": options.timeline, "--chakra": None}
+    outputs = {"--trace": options.trace, "--timeline": options.timeline, "--chakra": None, "--report": None}
     chosen, wire, files = _modelled(chosen, settings, outputs)
     settings.finish(dict.fromkeys(("training", "job", "cluster"), "with `hcsim run`"))
     if options.times not in (None, "recorded", "modelled"):
@@ -211,6 +211,7 @@ def _script(options: RunOptions, settings: Settings) -> bool:
         chosen = first_nodes(chosen, options.nodes)
     chosen, wire, files = _modelled(chosen, settings, _traced(options))
     settings.finish({"training": _NO_SCRIPT, "job": _NO_SCRIPT, "cluster": "with --real"})
+    files = _reported(files, "run", options)
     return run_script(Path(str(options.what)), options.arguments or [], chosen, wire, files)
 
 
@@ -261,7 +262,7 @@ def _cluster_for_real(
         )
     twin = _twin(options.what if chosen and chosen.twin and chosen.nodes else None, settings)
     ignored = _ignores_memory(settings)
-    files = _recorded(settings, _traced(options), None)
+    files = _reported(_recorded(settings, _traced(options), None), "run", options)
     settings.finish({"machine": "with --hosts"})
     log = None if machine.log is None else Path(machine.log)
     _apart({"--save": options.save, **_traced(options), "--set log": log})
@@ -285,7 +286,7 @@ def _virtual(options: RunOptions, chosen: Scenario, settings: Settings, training
         chosen, wire, files = _modelled(chosen, settings, _traced(options))
         bands = settings.take("prediction", PredictionSettings(), ("bands",)).bands
         settings.finish({"cluster": "where something is learned (--task)"})
-        return run_virtual(chosen, wire, files, bands)
+        return run_virtual(chosen, wire, _reported(files, "run", options), bands)
     from hcsim.cli.memory import check_nodes
     from hcsim.training.strategies import check_training
 
@@ -305,7 +306,7 @@ def _virtual(options: RunOptions, chosen: Scenario, settings: Settings, training
     settings.finish()
     check_training(training, len(chosen.nodes), len(chosen.homes))
     check_nodes(chosen, training, saves=forming, ignored=ignored)
-    files = replace(files, dashboard=options.dashboard)
+    files = replace(_reported(files, "run", options), dashboard=options.dashboard)
     if forming:
         from hcsim.cli.elastic import train_virtual_cluster
 
@@ -373,18 +374,36 @@ def _modelled(
 
 
 def _traced(options: RunOptions | BenchOptions) -> dict[str, Path | None]:
-    return {"--trace": options.trace, "--timeline": options.timeline, "--chakra": options.chakra}
+    return {
+        "--trace": options.trace,
+        "--timeline": options.timeline,
+        "--chakra": options.chakra,
+        "--report": options.report,
+    }
 
 
 def _recorded(settings: Settings, outputs: Mapping[str, Path | None], metrics: Path | None) -> RecordingFiles:
     """Return the files that a run writes as it goes."""
     from hcsim.cli.recording import RecordingFiles
 
-    trace, timeline, chakra = (outputs[name] for name in ("--trace", "--timeline", "--chakra"))
-    if timeline is None:
+    trace, timeline, chakra, report = (outputs[name] for name in ("--trace", "--timeline", "--chakra", "--report"))
+    if timeline is None and report is None:
         return RecordingFiles(trace, metrics, chakra=chakra)
+    if report is not None:
+        from hcsim.report.page import check_place
+
+        check_place(report)
     steps = settings.take("timeline", TimelineSettings()).timeline_steps
-    return RecordingFiles(trace, metrics, timeline=timeline, timeline_steps=steps, chakra=chakra)
+    return RecordingFiles(trace, metrics, timeline=timeline, timeline_steps=steps, report=report, chakra=chakra)
+
+
+def _reported(files: RecordingFiles, name: str, options: RunOptions | BenchOptions) -> RecordingFiles:
+    """Return the files, with the command for the report."""
+    if files.report is None:
+        return files
+    from hcsim.cli.report import command_of
+
+    return replace(files, command=command_of(name, options))
 
 
 def _checked_real(name: str, job: Job) -> Job:

@@ -65,6 +65,10 @@ def run_script(script: Path, arguments: Sequence[str], scenario: Scenario, wire:
     _show_links(run)
     _tell_ends(run)
     tell_fingerprint(run)
+    if files.report is not None:
+        from hcsim.cli.report import report_script
+
+        report_script(files, record, script, scenario, run)
     show_run(record, files)
     if run.succeeded and not run.took_part:
         screen.complain(

@@ -17,8 +17,8 @@ from hcsim.telemetry.timeline import TimelineAnalysis
 _MOST_MACHINES = 16
 _MOST_GAINS = 4
 _LEAST_GAIN = 0.001
-_FASTER = 1.1
-_WORDS = {
+FASTER = 1.1
+KIND_WORDS = {
     COMPUTE: "computing",
     ENCODE: "encoding",
     NETWORK: "the network",
@@ -26,7 +26,7 @@ _WORDS = {
     OTHER: "handling messages and waiting for timers",
 }
 
-_CAUSES = {
+CAUSE_WORDS = {
     COMPUTE: "compute of {}",
     ENCODE: "encoding of {}",
     NETWORK: "{}",
@@ -51,26 +51,26 @@ def tell_timeline(path: Path, analysis: TimelineAnalysis) -> None:
 
 def what_limits(path: Sequence[PathSegment]) -> str:
     """Return in a sentence where the time passes on the way to the end."""
-    by_kind, by_place = _by_kind(path)
-    parts = [f"{_WORDS[kind]} {_percent(spent_ns, by_kind.total())}" for kind, spent_ns in by_kind.most_common()]
+    by_kind, by_place = time_by_kind(path)
+    parts = [f"{KIND_WORDS[kind]} {percent(spent_ns, by_kind.total())}" for kind, spent_ns in by_kind.most_common()]
     kind = by_kind.most_common(1)[0][0]
     place, _ = by_place[kind].most_common(1)[0]
-    return f"What limits it is {_WORDS[kind]}, above all {place}. On the critical path: {', '.join(parts)}."
+    return f"What limits it is {KIND_WORDS[kind]}, above all {place}. On the critical path: {', '.join(parts)}."
 
 
 def gains(path: Sequence[PathSegment]) -> list[tuple[str, float]]:
     """Return what would make the path shorter if it were 10 % faster, and by which share of the time, the largest
     first."""
-    _, by_place = _by_kind(path)
+    _, by_place = time_by_kind(path)
     found = [
-        (f"computing on {machine}", path_gain(path, COMPUTE, machine, _FASTER))
+        (f"computing on {machine}", path_gain(path, COMPUTE, machine, FASTER))
         for machine in by_place.get(COMPUTE, Counter())
     ]
-    found.append(("the whole network", path_gain(path, NETWORK, None, _FASTER)))
+    found.append(("the whole network", path_gain(path, NETWORK, None, FASTER)))
     return sorted(((what, gain) for what, gain in found if gain >= _LEAST_GAIN), key=lambda each: -each[1])
 
 
-def _by_kind(path: Sequence[PathSegment]) -> tuple[Counter[str], dict[str, Counter[str]]]:
+def time_by_kind(path: Sequence[PathSegment]) -> tuple[Counter[str], dict[str, Counter[str]]]:
     by_kind: Counter[str] = Counter()
     by_place: dict[str, Counter[str]] = {}
     for (kind, machine, target), spent_ns in shares(path).items():
@@ -90,8 +90,8 @@ def _show_steps(steps: Sequence[StepBreakdown]) -> None:
     for name, taken in list(machines.items())[:_MOST_MACHINES]:
         whole_ns = sum(step.whole_ns for step in taken)
         columns = ("compute_ns", "encode_ns", "exposed_ns", "idle_ns", "hidden_ns")
-        parts = (_percent(sum(getattr(step, column) for step in taken), whole_ns) for column in columns)
-        table.add_row(name, screen.duration(whole_ns / len(taken) / 1e9), *parts, _most(taken))
+        parts = (percent(sum(getattr(step, column) for step in taken), whole_ns) for column in columns)
+        table.add_row(name, screen.duration(whole_ns / len(taken) / 1e9), *parts, longest_wait(taken))
     screen.show(table)
     if len(machines) > _MOST_MACHINES:
         screen.say(f"and {len(machines) - _MOST_MACHINES} more")
@@ -104,19 +104,19 @@ def _show_gains(found: Sequence[tuple[str, float]]) -> None:
     table.add_column("10 % faster", no_wrap=True)
     table.add_column("may save", justify="right", no_wrap=True)
     for what, gain in found[:_MOST_GAINS]:
-        table.add_row(what, _percent(gain, 1.0))
+        table.add_row(what, percent(gain, 1.0))
     screen.show(table)
 
 
-def _most(taken: Sequence[StepBreakdown]) -> str:
+def longest_wait(taken: Sequence[StepBreakdown]) -> str:
     """Return what a machine waits for longest."""
     causes: Counter[str] = Counter()
     for step in taken:
         for (kind, where), spent_ns in step.causes:
-            causes[_CAUSES[kind].format(where)] += spent_ns
+            causes[CAUSE_WORDS[kind].format(where)] += spent_ns
     return causes.most_common(1)[0][0] if causes else ""
 
 
-def _percent(part: float, whole: float) -> str:
+def percent(part: float, whole: float) -> str:
     share = part / whole
     return "–" if not part else f"{share:.0%}" if share >= 0.0995 else f"{share:.1%}"

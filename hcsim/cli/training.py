@@ -9,7 +9,7 @@ from tempfile import TemporaryFile
 
 from hcsim.cli import screen
 from hcsim.cli.ranks import ManualRank, for_real, joined
-from hcsim.cli.recording import RecordingFiles, recording, show_run, tell_failures, tell_fingerprint
+from hcsim.cli.recording import Recording, RecordingFiles, recording, show_run, tell_failures, tell_fingerprint
 from hcsim.cli.twin import ChosenTwin, MeasuredRun, compare, names_of_peers, show_uncertainty
 from hcsim.config import Scenario, Training
 from hcsim.errors import ConfigError
@@ -67,9 +67,26 @@ def train_virtual(
         onlooker = ConsoleReporter(progress, save, one_trains=one_trains)
         outcome = simulate_training(scenario, settings, wire=wire, sink=record.sink, observer=onlooker)
         record.keep(outcome.metrics)
-    healthy = tell_outcome(scenario, settings, "rank", outcome, PredictedRun(settings, wire), bands)
+    run = PredictedRun(settings, wire)
+    healthy = tell_outcome(scenario, settings, "rank", outcome, run, bands)
+    show_report(files, record, scenario, run, outcome, bands)
     show_run(record, files)
     return healthy
+
+
+def show_report(
+    files: RecordingFiles,
+    record: Recording,
+    scenario: Scenario,
+    run: PredictedRun,
+    outcome: Outcome[Report],
+    bands: int | None,
+) -> None:
+    """Write the report of a virtual training, if one was requested."""
+    if files.report is not None:
+        from hcsim.cli.report import report_training
+
+        report_training(files, record, scenario, run, outcome, bands)
 
 
 def tell_outcome(

@@ -126,17 +126,19 @@ def _is_here(host: str) -> bool:
     return host == "localhost" or (_is_address(host) and ipaddress.ip_address(host.partition("%")[0]).is_loopback)
 
 
-def compare(twin: ChosenTwin, run: MeasuredRun) -> None:
-    """Predict a run that is over, show both, and keep the pair. What goes wrong here is told, and harms no run."""
+def compare(twin: ChosenTwin, run: MeasuredRun) -> Pair | None:
+    """Predict a run that is over, show both, and keep and return the pair. What goes wrong here is told, and harms no
+    run."""
     try:
-        _compare(twin, run)
+        return _compare(twin, run)
     except HcsimError as error:
         screen.note(f"not compared with {twin.path}: {error}")
     except OSError as error:
         screen.note(f"{_ledger_of(twin.path)}: cannot be written: {error.strerror}")
+    return None
 
 
-def _compare(twin: ChosenTwin, run: MeasuredRun) -> None:
+def _compare(twin: ChosenTwin, run: MeasuredRun) -> Pair:
     if not run.points:
         raise HcsimError("this machine has taken no steps")
     scenario = nodes_of(twin.scenario, run.names)
@@ -164,6 +166,7 @@ def _compare(twin: ChosenTwin, run: MeasuredRun) -> None:
     path = _ledger_of(twin.path)
     append_line(path, line_of(pair))
     screen.note(f"kept in {path}: `hcsim twin {twin.path}` shows the record")
+    return pair
 
 
 def _this_machine() -> MachineState:

@@ -17,6 +17,7 @@ from hcsim.telemetry.metrics import HostMetrics
 from hcsim.telemetry.trace import Sink
 from hcsim.transport.groups import GroupMembership, Wire
 from hcsim.virtual.host import VirtualHost
+from hcsim.virtual.link_load import LinkLoad, loads
 from hcsim.virtual.world import World
 
 if TYPE_CHECKING:
@@ -37,6 +38,8 @@ class Outcome(msgspec.Struct, Generic[T], frozen=True):
     """The run's fingerprint: runs of the same scenario and program have the same digest."""
     events: int
     metrics: Mapping[str, HostMetrics]
+    loads: tuple[LinkLoad, ...] = ()
+    """What the links carried, if the run was recorded."""
 
     def values(self) -> list[T]:
         """Return the results of all ranks, or raise the first failure."""
@@ -69,7 +72,9 @@ def simulate(
 
 def outcome_of(world: World, results: list[T | BaseException]) -> Outcome[T]:
     metrics = world.tell_metrics()
-    return Outcome(results, world.loop.time(), world.trace.digest(), world.trace.count, metrics)
+    seconds = world.loop.time()
+    carried = loads(world, seconds) if world.trace.is_kept else ()
+    return Outcome(results, seconds, world.trace.digest(), world.trace.count, metrics, carried)
 
 
 def simulate_training(

@@ -27,6 +27,7 @@ import msgspec
 from aiohttp import web
 
 from hcsim.real.http import ConnectionAcceptor, bound, serving
+from hcsim.report.page import PALETTE
 
 PAGE = Path(__file__).with_suffix(".html")
 MOST_VIEWERS = 16
@@ -170,7 +171,7 @@ class _Page(msgspec.Struct, frozen=True):
 
 def _page(end_s: float | None) -> _Page:
     """Return the page, and a policy that lets the browser run no other script, and load nothing."""
-    text = PAGE.read_text(encoding="utf-8")
+    text = PAGE.read_text(encoding="utf-8").replace("/* palette */", PALETTE.strip(), 1)
     if end_s is not None:
         text = text.replace('data-end-s=""', f'data-end-s="{end_s:.9f}"', 1)
     scripts = re.findall(r"<script>(.*?)</script>", text, re.DOTALL)

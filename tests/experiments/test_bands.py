@@ -77,7 +77,7 @@ def test_a_tile_whose_fastest_method_depends_on_an_unsure_figure_is_marked(tmp_p
     rows = [alone, *tile("ethernet:1 Gb/s", 1.02), *tile("ethernet:10 Gb/s", 2.5)]
     assert draw(*tables("crossover", rows), tmp_path) == {"crossover": ""}
     table = pd.read_csv(tmp_path / "crossover.csv")
-    sure = table[table["methods"] == "and with local steps"].set_index("link")["fastest_in"]
+    sure = table[table["methods"] == "with compression and local steps"].set_index("link")["fastest_in"]
     assert 0.4 < sure["ethernet:1 Gb/s"] < 0.7
     assert sure["ethernet:10 Gb/s"] > 0.95
     assert words_of(tmp_path / "crossover.svg", "3.0×")[-2:] == ["3.0× ?", "3.0×"]

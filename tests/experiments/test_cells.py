@@ -9,7 +9,7 @@ from experiments.study.cell import AllReduce, Train
 from experiments.study.estimate import Estimate
 from experiments.study.failures import MOST, failing
 from experiments.study.measure import measured
-from hcsim.config import Pause
+from hcsim.config import Pause, Throttle
 from hcsim.errors import ConfigError
 from hcsim.runtime.frame import HEADER_BYTES
 from hcsim.training.tasks import task
@@ -131,3 +131,21 @@ def test_the_time_left_follows_what_cells_of_the_same_family_took() -> None:
     assert estimate.left_s(2) == pytest.approx(15.0)
     estimate.finished(longer, 30.0)
     assert estimate.left_s(1) == pytest.approx(0.0)
+
+
+def test_a_cluster_goes_on_without_macs_that_crash_and_takes_them_back() -> None:
+    place = {"task": "convex", "strategy": "ddp", "seed": 1, "steps": 600, "failure": "crash"}
+    healthy = measured(Train("1gbe", 3, **place))  # type: ignore[arg-type]
+    ill = measured(Train("1gbe", 3, **place, failures_per_hour=1200.0, failure_s=1.0))  # type: ignore[arg-type]
+    assert (healthy.steps, ill.steps) == (600, 600)
+    assert (ill.total_s or 0) > (healthy.total_s or 0) + 1.0
+    assert (ill.samples_per_s or 0) < (healthy.samples_per_s or 0)
+
+
+def test_no_two_macs_of_the_studies_of_stragglers_are_exactly_alike() -> None:
+    """Exactly equal ones use a server's port in lockstep."""
+    for variant in set(VARIANTS) - {"equal"}:
+        faults = cluster("1gbe", 4, variant).scenario.faults
+        factors = [float(fault.factor) for fault in faults if isinstance(fault, Throttle)]
+        assert factors[:2] == [0.99, 0.98], variant
+        assert len(set(factors)) == len(factors)

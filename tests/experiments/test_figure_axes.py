@@ -123,9 +123,60 @@ def test_shipped_sweeps_have_rows_that_their_figures_show(study: str, tmp_path: 
     rows = []
     for _, cell in load_sweep(study, quick=True):
         result = Result(
-            steps=4, step_s=1e-3, fastest_s=1e-3, slowest_s=1e-3, samples_per_s=9.0, batch=8 * cell.world,
-            step_sent_bytes=1e6, payload_share=1.0, final_accuracy=0.9,
+            steps=4,
+            step_s=1e-3,
+            fastest_s=1e-3,
+            slowest_s=1e-3,
+            samples_per_s=9.0,
+            batch=8 * cell.world,
+            step_sent_bytes=1e6,
+            payload_share=1.0,
+            final_accuracy=0.9,
             closed_form_s=1e-3 if cell.link == "ideal" else None,
-        )  # fmt: skip
+        )
         rows.append((cell, result))
     assert draw(*tables(study, rows), tmp_path) == {study: ""}
+
+
+def test_a_network_that_is_no_switch_has_no_place_on_the_axis_of_switches(tmp_path: Path) -> None:
+    """Stations share the air: no switch has a rate that equals it."""
+    place = {"task": "transformer:1e6", "world": 4}
+    rows = [training({"step_s": 1.0}, **place, strategy="single", link="none")]
+    rows += [training({"step_s": step_s}, **place, link=link)
+             for link, step_s in (("ethernet:100 Mb/s", 2.0), ("wifi6", 4.0))]  # fmt: skip
+    assert draw(*tables("crossover", rows), tmp_path) == {"crossover": ""}
+    tiles = pd.read_csv(tmp_path / "crossover.csv").set_index("link")
+    assert tiles["rate_bps"].to_dict() == pytest.approx({"ethernet:100 Mb/s": 1e8, "wifi6": float("nan")}, nan_ok=True)
+    assert words_of(tmp_path / "crossover.svg", "Wi-Fi 6") == ["Wi-Fi 6"] * 3
+
+
+def test_where_a_cluster_loses_its_tile_says_by_how_much(tmp_path: Path) -> None:
+    place = {"task": "transformer:1e6", "world": 4}
+    rows = [training({"step_s": 1.0}, **place, strategy="single", link="none")]
+    rows += [training({"step_s": 4.0}, **place, link="ethernet:1 Gb/s")]
+    assert draw(*tables("crossover", rows), tmp_path) == {"crossover": ""}
+    tile = pd.read_csv(tmp_path / "crossover.csv").iloc[0]
+    assert (tile["fastest"], tile["fastest_cluster"], tile["cluster_speedup"]) == (
+        "one Mac alone",
+        "data parallel",
+        0.25,
+    )
+    assert words_of(tmp_path / "crossover.svg", "0.25×") == ["0.25×"] * 3
+
+
+def test_macs_that_crash_are_compared_with_a_cluster_that_does_not(tmp_path: Path) -> None:
+    rows = [
+        training({"samples_per_s": 128.0 * speed}, failure=failure, failures_per_hour=rate, failure_s=10.0)
+        for failure, rate, speed in (
+            ("pause", 0.0, 2.0),
+            ("pause", 60.0, 1.0),
+            ("crash", 0.0, 4.0),
+            ("crash", 20.0, 1.0),
+        )
+    ]
+    assert draw(*tables("failures", rows), tmp_path) == {"failures": ""}
+    table = pd.read_csv(tmp_path / "failures.csv")
+    kept = table[table["failures_per_hour"] > 0].set_index("failure")["of_healthy_steps_per_s"]
+    assert kept.to_dict() == {"pause": 0.5, "crash": 0.25}
+    words = words_of(tmp_path / "failures.svg", "20 crashes")
+    assert words == ["20 crashes an hour leave data parallel 25 % of its speed"]

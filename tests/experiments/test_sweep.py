@@ -32,10 +32,11 @@ from experiments.study.grid import Asked, parse_sweep, shipped_sweeps
 from experiments.study.runner import run_cells
 from experiments.study.store import Entry, Store
 from experiments.study.tables import cell_table, write_csv, write_table
-from experiments.sweep import Outcome, main, sweep
+from experiments.sweep import Outcome, Output, main, sweep
 from experiments.sweep import results_folder as place_of
 from hcsim.cli.app import app as hcsim
 from hcsim.pool.local import LocalPool
+from tests.test_report import asks_for_nothing
 
 ROOT = Path(__file__).parents[2]
 SMALL = """
@@ -68,7 +69,7 @@ TABLES = ("cells.csv", "cells.parquet", "curves.csv", "curves.parquet", "manifes
 def run(text: str, out: Path, jobs: int = 1) -> Outcome:
     asked = parse_sweep(text, "small.toml")
     with closing(LocalPool(jobs)) as pool:
-        return sweep(asked, out, pool, ["small.toml"], Console(quiet=True))
+        return sweep(asked, Output(out), pool, ["small.toml"], Console(quiet=True))
 
 
 @pytest.fixture(scope="module")
@@ -447,3 +448,20 @@ def test_a_bad_file_is_one_clear_line(tmp_path: Path) -> None:
     result = ran("allreduc", "--out", str(tmp_path))
     assert result.exit_code == 2
     assert "allreduc: no such file (did you mean allreduce?); shipped sweeps: allreduce, compression" in result.stderr
+
+
+def test_the_report_of_a_sweep_has_its_figures_and_their_numbers_and_asks_for_nothing(tmp_path: Path) -> None:
+    asked = parse_sweep(SMALL, "small.toml")
+    pages = [tmp_path / "a.html", tmp_path / "b.html"]
+    for page in pages:
+        sweep(asked, Output(tmp_path, page), 1, ["small.toml"], Console(quiet=True))
+    text = pages[0].read_text()
+    assert text == pages[1].read_text()
+    found = asks_for_nothing(text)
+    for words in ("allreduce by link", "allreduce closed form", "All runs", "python -m experiments.sweep small.toml"):
+        assert words in found.words, words
+    names = [value for name, value in found.attributes if name == "id"]
+    assert len(names) == len(set(names))
+    assert {"allreduce_by_link.csv", "allreduce_closed_form.csv", "cells.csv"} == {
+        value for name, value in found.attributes if name == "download"
+    }

@@ -1,0 +1,394 @@
+"""`hcsim plan`: from the machines that one owns to what to do with them."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from rich import box
+from rich.console import Group
+from rich.padding import Padding
+from rich.panel import Panel
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from hcsim.cli import screen
+from hcsim.cli.settings import Settings
+from hcsim.config import Training
+from hcsim.errors import ConfigError
+from hcsim.files import write_whole
+from hcsim.plan.home import home_of
+from hcsim.plan.methods import LearningCost
+from hcsim.plan.outlook import Change, MachineTime, standard_purchases
+from hcsim.plan.plan import Plan, Wishes, job_text, make_plan, model_of, tokens_of
+from hcsim.plan.search import Ranked
+from hcsim.plan.simulation import Simulator
+from hcsim.registry import load_plugin
+
+_SCALES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9, "t": 1e12}
+_SHOWN = 8
+_NOTABLE = 0.02
+"""What changes the speed by less is not worth a line."""
+_KINDS = {
+    "compute": "computing",
+    "encode": "encoding",
+    "network": "the network",
+    "fault": "faults",
+    "other": "handling messages",
+}
+
+
+class PlanOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """The arguments and options of `hcsim plan`."""
+
+    home: str
+    model: str | None = None
+    params: str | None = None
+    tokens: int | None = None
+    strategies: tuple[str, ...] = ()
+    compressors: tuple[str, ...] = ()
+    buy: tuple[str, ...] = ()
+    what_if: bool = False
+    by_samples: bool = False
+    ignore_memory: bool = False
+    settings: tuple[str, ...] = ()
+    plugins: tuple[str, ...] = ()
+    out: Path | None = None
+    json: bool = False
+    workers: int | None = None
+
+
+def plan(options: PlanOptions) -> None:
+    """Find the best way to train, and show it."""
+    for plugin in options.plugins:
+        load_plugin(plugin)
+    if options.out is not None and not options.out.parent.is_dir():
+        raise ConfigError(f"--out {options.out}: there is no folder {options.out.parent}")
+    home = home_of(options.home)
+    settings = Settings(options.settings, {"training.task": _task(options)})
+    model = model_of(home, settings.take("training", Training()))
+    settings.finish({"memory": "as --ignore-memory"})
+    buys = options.buy + (standard_purchases(home) if options.what_if else ())
+    wishes = Wishes(options.strategies, options.compressors, options.by_samples, options.ignore_memory, buys)
+    simulator = Simulator(options.workers or os.cpu_count() or 1)
+    with simulator.open(), _progress(simulator):
+        found = make_plan(home, model, wishes, simulator)
+    if options.json:
+        screen.say(msgspec.json.format(msgspec.json.encode(as_json(found)), indent=2).decode())
+    else:
+        show(found)
+    if options.out is not None:
+        try:
+            write_whole(options.out, job_text(found, _why(found)).encode())
+        except OSError as error:
+            raise ConfigError(f"--out {options.out}: cannot be written: {error.strerror}") from None
+        screen.note(f"the job is in {options.out}: simulate it with `hcsim run {options.out}`, "
+                    f"and start it on each machine with `hcsim run --real {options.out}`")  # fmt: skip
+
+
+def _task(options: PlanOptions) -> str:
+    """Return the task's spec."""
+    if options.params is not None:
+        if options.model is not None:
+            raise ConfigError(f"{options.model}, --params: give one of them")
+        tokens = "" if options.tokens is None else f",tokens={options.tokens}"
+        return f"transformer:{_number('--params', options.params):g}{tokens}"
+    if options.model is None:
+        raise ConfigError("say what is trained: a task (resnet50, llama-7b:lora=16, …), or --params 100M --tokens 2048")
+    if options.model.endswith(".py"):
+        raise ConfigError(
+            f"{options.model}: how large a script's model is cannot be seen from outside: give --params 100M "
+            "(and --tokens 2048), or the task that is most like it (`hcsim list tasks`)"
+        )
+    if options.tokens is not None:
+        raise ConfigError(f"--tokens {options.tokens}: only with --params; else write {options.model}:tokens=…")
+    return options.model
+
+
+def _number(option: str, text: str) -> float:
+    found = re.fullmatch(r"(\d+(?:\.\d+)?(?:e\d+)?)\s*([kmgbt]?)", text.strip().lower())
+    if found is None:
+        raise ConfigError(f"{option} {text}: give a number, such as 100M or 7B")
+    return float(found[1]) * _SCALES[found[2]]
+
+
+@contextmanager
+def _progress(simulator: Simulator) -> Iterator[None]:
+    """Show how many simulations are done."""
+    console = screen.Screen(stderr=True)
+    columns = (TextColumn("simulating"), BarColumn(), TextColumn("{task.completed} of about {task.total}"))
+    with Progress(
+        *columns, TimeElapsedColumn(), console=console, transient=True, disable=not console.is_terminal
+    ) as bar:
+        line = bar.add_task("", total=1)
+        simulator.told = lambda done, expected: bar.update(line, completed=done, total=max(done, expected))
+        yield
+
+
+# What is shown.
+
+
+def show(found: Plan) -> None:
+    """Show the plan, from what to do to what would change it."""
+    console = screen.Screen(markup=False, emoji=False, highlight=False)
+    console.print(Text(_home_line(found), style="dim"))
+    console.print(Panel(Group(*_advice(found)), box=box.ROUNDED, padding=(0, 2), expand=False))
+    for heading, table in _tables(found):
+        console.print(Text(heading, style="bold"))
+        console.print(Padding(table, (0, 0, 1, 0)) if isinstance(table, Text) else table)
+
+
+def _home_line(found: Plan) -> str:
+    nodes, model = found.request.home.nodes, found.request.model
+    names = ", ".join(f"{node.name} ({_machine(node.machine)})" for node in nodes)
+    return f"{model.base.task}, {screen.counted(model.samples, 'sample')} a step, on {names}"
+
+
+def _machine(machine: Any) -> str:
+    return screen.cell(machine if isinstance(machine, str) else machine.name)
+
+
+def _advice(found: Plan) -> Iterator[Text]:
+    best, alone = found.best, found.found.alone
+    yield Text(_what_to_do(found), style="bold")
+    if alone is None:
+        yield Text("None of the machines could train it alone.")
+    elif best.candidate.nodes == alone.candidate.nodes:
+        yield Text("No way to train on several of them is faster than this one alone.")
+    elif found.speedup is not None:
+        band = found.speedup
+        yield Text.assemble(
+            (f"{band.value:.2f} ×", "bold green"),
+            f" as fast as {alone.candidate.nodes[0]} alone (p10–p90 {band.p10:.2f}–{band.p90:.2f}): "
+            f"{_rate(found, best)}, against {_rate(found, alone)}",
+        )
+    for line in _remarks(found):
+        yield Text(line)
+
+
+def _what_to_do(found: Plan) -> str:
+    best = found.best
+    names = best.candidate.nodes
+    if len(names) == 1:
+        return f"Train on {names[0]} alone."
+    method = best.candidate.method
+    compressed = "" if method.compressor == "none" else f", compressed with {method.compressor}"
+    if best.result.sizes:
+        share = ", ".join(f"{size} on {name}" for size, name in zip(best.result.sizes, names, strict=True))
+        shares = f"Of the samples of a step, {share}."
+    else:
+        shares = f"{found.request.model.samples // len(names)} samples a step on each."
+    paces = ""
+    if best.result.paces:
+        paces = " Steps of a period: " + ", ".join(map(str, best.result.paces)) + "."
+    return f"Train with {method.strategy}{compressed}, on {_joined(names)}. {shares}{paces}"
+
+
+def _remarks(found: Plan) -> Iterator[str]:
+    best, alone, model = found.best, found.found.alone, found.request.model
+    out = [node.name for node in found.request.home.nodes if node.name not in best.candidate.nodes]
+    whole = found.whole_home()
+    if out and len(best.candidate.nodes) > 1:
+        why = (
+            "" if whole is None else f": with all machines it would be {best.quality_s / whole.quality_s:.2f} × as fast"
+        )
+        yield f"Leave out {_joined(out)}{why}."
+    yield _learning_line(best.learning, found.request.by_samples)
+    if alone is not None and (samples := alone.candidate.settings(model).batch) and alone.result.step_s:
+        fits = round(alone.result.step_s / alone.result.sample_s)
+        if fits < model.samples:
+            yield f"{alone.candidate.nodes[0]} alone has room for {fits} of the {samples} samples at a time."
+    unknown = [each for each in found.alternatives() if each.learning.evidence == "unknown"]
+    faster = [each for each in unknown if each.quality_s < best.quality_s * (1 - _NOTABLE)]
+    if faster and alone is not None:
+        ratio = alone.quality_s / faster[0].quality_s
+        yield (f"{faster[0].candidate.method} would take {ratio:.2f} × as many samples a second as one alone; how well "
+               f"it learns is not known (--strategy {faster[0].candidate.method.strategy} asks for it).")  # fmt: skip
+
+
+def _learning_line(learning: LearningCost, by_samples: bool) -> str:
+    if by_samples:
+        return "Samples a second were compared; how much is learned from them was not."
+    if learning.evidence == "exact":
+        return "A step learns what one machine alone would learn from the same samples."
+    if learning.evidence == "measured":
+        return (f"For the same loss it took {learning.least:.2f} to {learning.most:.2f} × as many samples as one alone, "
+                "on a small model of digits; yours may differ.")  # fmt: skip
+    return "How well it learns is not known: it was asked for."
+
+
+def _tables(found: Plan) -> Iterator[tuple[str, Table | Text]]:
+    yield "What else there is", _alternatives(found)
+    yield "Where a step's time goes", _where(found)
+    yield "", Text(_limit_line(found))
+    changes = [each for each in found.changes if abs(each.ratio - 1) >= _NOTABLE]
+    if changes:
+        yield "If something changes, and the plan does not", _changed(changes, found)
+    if found.purchases:
+        yield "If you bought", _changed(found.purchases, found)
+    if found.found.excluded:
+        yield "What does not fit", _excluded(found)
+
+
+def _alternatives(found: Plan) -> Table:
+    table = _table(("strategy", "compressor", "machines", "shares"), (_unit(found), "learning", "same quality"))
+    alone = found.found.alone
+    for each in [found.best, *found.alternatives()[:_SHOWN]]:
+        candidate = each.candidate
+        table.add_row(
+            candidate.method.strategy, candidate.method.compressor, ", ".join(candidate.nodes),
+            "by speed" if candidate.by_speed else "equal" if len(candidate.nodes) > 1 else "–",
+            _number_of(_per_s(found, each)), _learning(each.learning),
+            "–" if alone is None else f"{alone.quality_s / each.quality_s:.2f} ×",
+            style="bold" if each is found.best else None,
+        )  # fmt: skip
+    return table
+
+
+def _where(found: Plan) -> Table:
+    table = _table(("machine",), ("compute", "encode", "exposed", "idle"), ("waits most for",))
+    for each in found.limits.machines:
+        table.add_row(each.machine, *map(_percent, (each.compute, each.encode, each.exposed, each.idle)), _cause(each))
+    return table
+
+
+def _cause(each: MachineTime) -> str:
+    kind, _, where = each.cause.partition(" ")
+    words = {
+        "compute": "compute of",
+        "encode": "encoding of",
+        "network": "",
+        "fault": "a fault of",
+        "other": "timers of",
+    }
+    return f"{words.get(kind, kind)} {where}".strip() if each.exposed + each.idle > 0.005 else ""
+
+
+def _limit_line(found: Plan) -> str:
+    path = found.limits.path
+    if not path:
+        return ""
+    parts = ", ".join(f"{_KINDS.get(kind, kind)} {_percent(share)}" for kind, share in path.items() if share >= 0.005)
+    kind = next(iter(path))
+    return f"What limits it is {_KINDS.get(kind, kind)}, above all {found.limits.place}: {parts} of the critical path."
+
+
+def _changed(changes: Sequence[Change], found: Plan) -> Table:
+    searched = any(each.method for each in changes)
+    table = _table(("",), (_unit(found), "speed"), ("then",) if searched else ())
+    tokens = tokens_of(found.request.model.base.task) or 1
+    for each in changes:
+        then = (f"{each.method} on {', '.join(each.nodes)}",) if searched else ()
+        table.add_row(each.words, _number_of(tokens * each.samples_per_s), f"{each.ratio:.2f} ×", *then)
+    return table
+
+
+def _excluded(found: Plan) -> Table:
+    table = _table(("strategy", "compressor", "on"), ("needs", "can use"))
+    for candidate, fit in found.found.excluded[:_SHOWN]:
+        usable = "unknown" if fit.room.usable_bytes is None else screen.size(fit.room.usable_bytes)
+        method = candidate.method
+        table.add_row(method.strategy, method.compressor, fit.room.name, screen.size(fit.need.total), usable)
+    return table
+
+
+def _table(left: Sequence[str], right: Sequence[str], last: Sequence[str] = ()) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for heading in left:
+        table.add_column(heading)
+    for heading in right:
+        table.add_column(heading, justify="right", no_wrap=True)
+    for heading in last:
+        table.add_column(heading)
+    return table
+
+
+def _learning(learning: LearningCost) -> str:
+    if learning.evidence == "measured":
+        return f"{learning.least:.2f}–{learning.most:.2f}"
+    return {"exact": "exact", "unknown": "unknown", "failed": "failed"}[learning.evidence]
+
+
+def _unit(found: Plan) -> str:
+    return "samples/s" if tokens_of(found.request.model.base.task) is None else "tokens/s"
+
+
+def _per_s(found: Plan, each: Ranked) -> float:
+    return (tokens_of(found.request.model.base.task) or 1) / each.result.sample_s
+
+
+def _rate(found: Plan, each: Ranked) -> str:
+    what = "samples" if tokens_of(found.request.model.base.task) is None else "tokens"
+    return f"{_number_of(_per_s(found, each))} {what} a second"
+
+
+def _number_of(value: float) -> str:
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
+
+
+def _percent(share: float) -> str:
+    return f"{share:.0%}" if share >= 0.005 else "–"
+
+
+def _joined(names: Sequence[str]) -> str:
+    *most, last = names
+    return f"{', '.join(most)} and {last}" if most else last
+
+
+def _why(found: Plan) -> list[str]:
+    lines = ["Written by `hcsim plan`.", "", _what_to_do(found)]
+    alone, band = found.found.alone, found.speedup
+    if alone is not None and band is not None and len(found.best.candidate.nodes) > 1:
+        lines.append(
+            f"{band.value:.2f} × as fast as {alone.candidate.nodes[0]} alone (p10–p90 {band.p10:.2f}–{band.p90:.2f})."
+        )
+    return [*lines, *_remarks(found), ""]
+
+
+# As JSON.
+
+
+def as_json(found: Plan) -> dict[str, Any]:
+    """Return all that was found."""
+    request = found.request
+    return {
+        "task": request.model.base.task,
+        "samples_per_step": request.model.samples,
+        "machines": {node.name: _machine(node.machine) for node in request.home.nodes},
+        "best": _ranked(found.best),
+        "alone": None if found.found.alone is None else _ranked(found.found.alone),
+        "speedup": None if found.speedup is None else msgspec.structs.asdict(found.speedup),
+        "limits": msgspec.to_builtins(found.limits),
+        "alternatives": [_ranked(each) for each in found.alternatives()],
+        "changes": msgspec.to_builtins(found.changes),
+        "purchases": msgspec.to_builtins(found.purchases),
+        "excluded": [
+            {"strategy": each.method.strategy, "compressor": each.method.compressor, "machines": each.nodes,
+             "machine": fit.room.name, "needs_bytes": fit.need.total, "usable_bytes": fit.room.usable_bytes}
+            for each, fit in found.found.excluded
+        ],
+        "candidates": found.found.candidates,
+        "simulated": found.found.simulated,
+    }  # fmt: skip
+
+
+def _ranked(each: Ranked) -> dict[str, Any]:
+    candidate, result, learning = each.candidate, each.result, each.learning
+    return {
+        "strategy": candidate.method.strategy,
+        "compressor": candidate.method.compressor,
+        "machines": list(candidate.nodes),
+        "shares": "speed" if candidate.by_speed else "equal",
+        "sizes": list(result.sizes),
+        "paces": list(result.paces),
+        "samples_per_s": 1 / result.sample_s,
+        "samples_per_s_for_the_same_quality": 1 / each.quality_s,
+        "learning": {"evidence": learning.evidence, "least": learning.least, "most": learning.most},
+        "bound_samples_per_s": 1 / each.bound_s,
+    }

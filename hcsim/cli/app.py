@@ -291,8 +291,8 @@ def plan(
         options = work.PlanOptions(
             home=home, model=model, params=params, tokens=tokens, strategies=tuple(strategy or ()),
             compressors=tuple(compressor or ()), buy=tuple(buy or ()), what_if=what_if, by_samples=by_samples,
-            ignore_memory=ignore_memory, settings=tuple(settings or ()), plugins=tuple(plugin or ()), out=out, json=json,
-            workers=workers,
+            ignore_memory=ignore_memory, settings=tuple(settings or ()), plugins=tuple(plugin or ()), out=out,
+            json=json, workers=workers,
         )  # fmt: skip
         work.plan(options)
 

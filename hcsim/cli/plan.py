@@ -24,7 +24,7 @@ from hcsim.config import Training
 from hcsim.errors import ConfigError
 from hcsim.files import write_whole
 from hcsim.plan.home import home_of
-from hcsim.plan.methods import LearningCost
+from hcsim.plan.methods import LearningCost, Method
 from hcsim.plan.outlook import Change, MachineTime, standard_purchases
 from hcsim.plan.plan import Plan, Wishes, job_text, make_plan, model_of, tokens_of
 from hcsim.plan.search import Ranked
@@ -32,7 +32,7 @@ from hcsim.plan.simulation import Simulator
 from hcsim.registry import load_plugin
 
 _SCALES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9, "t": 1e12}
-_SHOWN = 8
+_SHOWN, _SHOWN_UNKNOWN = 6, 3
 _NOTABLE = 0.02
 """What changes the speed by less is not worth a line."""
 _KINDS = {
@@ -204,12 +204,17 @@ def _remarks(found: Plan) -> Iterator[str]:
         fits = round(alone.result.step_s / alone.result.sample_s)
         if fits < model.samples:
             yield f"{alone.candidate.nodes[0]} alone has room for {fits} of the {samples} samples at a time."
-    unknown = [each for each in found.alternatives() if each.learning.evidence == "unknown"]
-    faster = [each for each in unknown if each.quality_s < best.quality_s * (1 - _NOTABLE)]
-    if faster and alone is not None:
-        ratio = alone.quality_s / faster[0].quality_s
-        yield (f"{faster[0].candidate.method} would take {ratio:.2f} × as many samples a second as one alone; how well "
-               f"it learns is not known (--strategy {faster[0].candidate.method.strategy} asks for it).")  # fmt: skip
+    unknown = [each for each in found.alternatives(chosen=False) if each.learning.evidence == "unknown"]
+    if unknown and alone is not None and unknown[0].quality_s < best.quality_s * (1 - _NOTABLE):
+        method, ratio = unknown[0].candidate.method, alone.quality_s / unknown[0].quality_s
+        yield (f"{method} would do {ratio:.2f} × as many samples a second; how much it learns from them was not "
+               f"measured. To have it all the same: {_words(method)}.")  # fmt: skip
+
+
+def _words(method: Method) -> str:
+    """Return the options that ask for a method."""
+    compressor = "" if method.compressor == "none" else f" --compressor {method.compressor}"
+    return f"--strategy {method.strategy}{compressor}"
 
 
 def _learning_line(learning: LearningCost, by_samples: bool) -> str:
@@ -218,8 +223,9 @@ def _learning_line(learning: LearningCost, by_samples: bool) -> str:
     if learning.evidence == "exact":
         return "A step learns what one machine alone would learn from the same samples."
     if learning.evidence == "measured":
-        return (f"For the same loss it took {learning.least:.2f} to {learning.most:.2f} × as many samples as one alone, "
-                "on a small model of digits; yours may differ.")  # fmt: skip
+        often = f"{learning.least:.2f} to {learning.most:.2f} × as many samples as"
+        took = often if learning.most > 1 else "no more samples than"
+        return f"To the same loss it took {took} one machine alone: measured on small models, yours may differ."
     return "How well it learns is not known: it was asked for."
 
 
@@ -237,18 +243,27 @@ def _tables(found: Plan) -> Iterator[tuple[str, Table | Text]]:
 
 
 def _alternatives(found: Plan) -> Table:
-    table = _table(("strategy", "compressor", "machines", "shares"), (_unit(found), "learning", "same quality"))
+    table = _table(("how", "on"), (_unit(found), "learning", "speed-up"))
+    known, unknown = found.alternatives(chosen=True), found.alternatives(chosen=False)
     alone = found.found.alone
-    for each in [found.best, *found.alternatives()[:_SHOWN]]:
+    for each in [found.best, *known[:_SHOWN], *unknown[:_SHOWN_UNKNOWN]]:
         candidate = each.candidate
+        is_doubtful = each.learning.evidence in ("unknown", "failed")
+        speedup = "–" if alone is None else f"{alone.quality_s / each.quality_s:.2f} ×"
         table.add_row(
-            candidate.method.strategy, candidate.method.compressor, ", ".join(candidate.nodes),
-            "by speed" if candidate.by_speed else "equal" if len(candidate.nodes) > 1 else "–",
-            _number_of(_per_s(found, each)), _learning(each.learning),
-            "–" if alone is None else f"{alone.quality_s / each.quality_s:.2f} ×",
-            style="bold" if each is found.best else None,
+            str(candidate.method), f"{_who(found, candidate.nodes)}{', by speed' if candidate.by_speed else ''}",
+            _number_of(_per_s(found, each)), _learning(each.learning), f"{speedup} ?" if is_doubtful else speedup,
+            style="bold" if each is found.best else "dim" if is_doubtful else None,
         )  # fmt: skip
     return table
+
+
+def _who(found: Plan, names: Sequence[str]) -> str:
+    """Return which machines, as shortly as can be."""
+    out = [node.name for node in found.request.home.nodes if node.name not in names]
+    if not out:
+        return f"all {len(names)}" if len(names) > 1 else names[0]
+    return f"all but {', '.join(out)}" if len(out) < len(names) else ", ".join(names)
 
 
 def _where(found: Plan) -> Table:
@@ -365,7 +380,7 @@ def as_json(found: Plan) -> dict[str, Any]:
         "alone": None if found.found.alone is None else _ranked(found.found.alone),
         "speedup": None if found.speedup is None else msgspec.structs.asdict(found.speedup),
         "limits": msgspec.to_builtins(found.limits),
-        "alternatives": [_ranked(each) for each in found.alternatives()],
+        "alternatives": [_ranked(each) for chosen in (True, False) for each in found.alternatives(chosen=chosen)],
         "changes": msgspec.to_builtins(found.changes),
         "purchases": msgspec.to_builtins(found.purchases),
         "excluded": [

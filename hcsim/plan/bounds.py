@@ -36,7 +36,8 @@ from hcsim.training.task import Task, forward_work
 from hcsim.virtual.hardware import machine_of
 
 _PERIODIC = ("local_sgd", "diloco")
-_ALL_REDUCE = ("ddp", "hierarchical", "zero1", "zero2")
+_ALL_REDUCE = ("ddp", "hierarchical")
+_SHARDED = ("zero1", "zero2", "zero3")
 
 
 class Port(NamedTuple):
@@ -90,9 +91,7 @@ class Bounds:
             return max(*working_s, forward_s + network_s) / samples
         if family in _PERIODIC:
             return self._periodic_s(candidate, sizes, compute_s, max(encoding_s) + network_s)
-        if candidate.method.strategy == "parameter_server:sync":
-            return max(*compute_s, network_s) / samples
-        if family == "zero3":
+        if family in _SHARDED or candidate.method.strategy == "parameter_server:sync":
             return max(*compute_s, network_s) / samples
         return 1.0 / sum(1.0 / cost.sample_s for cost in costs)
 
@@ -132,7 +131,7 @@ class Bounds:
             return Exchanged(payload_bytes, (n - 1) * payload_bytes)
         if family == "hierarchical":
             return Exchanged(payload_bytes / n, payload_bytes / n)
-        ring_bytes = 2 * (n - 1) / n * payload_bytes
+        ring_bytes = (3 if family == "zero3" else 2) * (n - 1) / n * payload_bytes  # zero3 gathers parameters twice
         return Exchanged(ring_bytes, ring_bytes)
 
     def _cost(self, name: str) -> StepCost:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from hcsim.config import Node, Scenario, Training
-from hcsim.plan.home import only_nodes
+from hcsim.plan.home import is_joined, only_nodes
 from hcsim.plan.methods import Method
 from hcsim.training.task import Task
 
@@ -54,7 +54,7 @@ class Candidate(NamedTuple):
 def candidates(home: Scenario, methods: Sequence[Method], samples: int, speeds: Sequence[float]) -> Iterator[Candidate]:
     """Yield all of them; `speeds` are those of the home's machines, to choose which sets are tried where there are too
     many."""
-    sets = list(_subsets(home, speeds))
+    sets = [nodes for nodes in _subsets(home, speeds) if is_joined(only_nodes(home, nodes))]
     for method in methods:
         for nodes in sets:
             alone = len(nodes) == 1

@@ -247,4 +247,21 @@ def only_nodes(home: Scenario, names: Sequence[str]) -> Scenario:
     homes = {medium.home for medium in kept if not isinstance(medium, Thunderbolt)}
     wan = tuple(line for line in home.wan if line.home in homes)
     machines = tuple(each for each in home.machines if any(node.machine in (each, each.name) for node in nodes))
+    there = {medium.name for medium in kept}
+    nodes = tuple(replace(node, links=tuple(link for link in node.links if link.medium in there)) for node in nodes)
     return replace(home, nodes=nodes, media=tuple(kept), wan=wan, machines=machines)
+
+
+def is_joined(home: Scenario) -> bool:
+    """Return whether every machine reaches every other: over the bridged media of a home, lines between homes, and
+    cables, whose ends pass on what is for others."""
+    cables = [cable.between for medium in home.media if isinstance(medium, Thunderbolt) for cable in medium.cables]
+    bridged = {medium.name: medium.home for medium in home.media if not isinstance(medium, Thunderbolt)}
+    lines = {line.home for line in home.wan}
+    at = {node.name: {bridged[link.medium] for link in node.links if link.medium in bridged} for node in home.nodes}
+    edges = [*cables, *((name, "internet" if each in lines else each) for name, homes in at.items() for each in homes)]
+    reached, before = {home.nodes[0].name}, 0
+    while len(reached) > before:
+        before = len(reached)
+        reached |= {end for edge in edges if reached & set(edge) for end in edge}
+    return all(node.name in reached for node in home.nodes)

@@ -51,12 +51,14 @@ class Plan(msgspec.Struct, frozen=True):
     def best(self) -> Ranked:
         return self.found.best
 
-    def alternatives(self) -> list[Ranked]:
-        """Return the best candidate of each other method, the best first."""
+    def alternatives(self, *, chosen: bool) -> list[Ranked]:
+        """Return the best candidate of each other method, the best first: of those that might have been chosen, or of
+        those of which too little is known."""
         first: dict[Method, Ranked] = {}
         for each in self.found.ranked:
             first.setdefault(each.candidate.method, each)
-        return [each for method, each in first.items() if method != self.best.candidate.method]
+        others = [each for method, each in first.items() if method != self.best.candidate.method]
+        return [each for each in others if self.request.allows(each.candidate.method) == chosen]
 
     def whole_home(self) -> Ranked | None:
         """Return the same method with all machines, if the plan leaves some out and that was simulated."""

@@ -22,10 +22,11 @@ from hcsim.config import Scenario
 from hcsim.config.machine import GIB
 from hcsim.errors import ConfigError
 from hcsim.plan.bounds import Bounds
-from hcsim.plan.candidates import Candidate, Model, candidates
+from hcsim.plan.candidates import Candidate, Model, candidates, homes_of
 from hcsim.plan.methods import LearningCost, Method, learning_cost
 from hcsim.plan.simulation import Simulated, Simulation, Simulator
 from hcsim.training.fitting import Fit, Room, alternatives, fits_of, smallest_mac_gib
+from hcsim.training.strategies import check_training
 
 MARGIN = 0.95
 """Bounds may be too high by so much: what a compressor costs is only known roughly. The study `experiments.planning`
@@ -102,7 +103,9 @@ class Search:
         found = candidates(request.home, request.methods, request.model.samples, self._bounds.speeds())
         self._rooms = {node.name: Room.of(node) for node in request.home.nodes}
         known = {method: request.learning(method) for method in request.methods}
-        ordered = [(self._bounds.sample_s(each), known[each.method], each) for each in found]
+        ordered = [
+            (self._bounds.sample_s(each), known[each.method], each) for each in found if _is_valid(request, each)
+        ]
         self._ordered = sorted(ordered, key=lambda each: each[0] * each[1].most)
         self._fits: dict[Candidate, Fit | None] = {}
         self._ranked: dict[Candidate, Ranked] = {}
@@ -211,7 +214,7 @@ class Search:
         if not unfit:
             failures = [each.result.failure for each in self._ranked.values() if each.failed]
             return ConfigError(f"nothing could be simulated: {failures[0] if failures else 'there is no candidate'}")
-        model, least = self._request.model, min(unfit, key=lambda fit: fit.need.total)
+        model, least = self._request.model, min(unfit, key=_missing)
         rooms = list(self._rooms.values())
         batch = max(1, model.samples // len(rooms))
         found = alternatives(replace(model.base, strategy="ddp", batch=batch), rooms, model.task)
@@ -227,6 +230,15 @@ class Search:
 
 def _gib(size_bytes: int) -> str:
     return f"{size_bytes / GIB:.3g} GiB"
+
+
+def _is_valid(request: Request, each: Candidate) -> bool:
+    """Return whether the settings of a candidate go together."""
+    try:
+        check_training(each.settings(request.model), len(each.nodes), len(homes_of(request.home, each.nodes)))
+    except ConfigError:
+        return False
+    return True
 
 
 def _missing(fit: Fit) -> int:

@@ -23,7 +23,7 @@ from hcsim.cli.settings import Settings
 from hcsim.config import Training
 from hcsim.errors import ConfigError
 from hcsim.files import write_whole
-from hcsim.plan.home import home_of
+from hcsim.plan.home import bought, home_of
 from hcsim.plan.methods import LearningCost, Method
 from hcsim.plan.outlook import Change, MachineTime, standard_purchases
 from hcsim.plan.plan import Plan, Wishes, job_text, make_plan, model_of, tokens_of
@@ -74,6 +74,8 @@ def plan(options: PlanOptions) -> None:
     settings = Settings(options.settings, {"training.task": _task(options)})
     model = model_of(home, settings.take("training", Training()))
     settings.finish({"memory": "as --ignore-memory"})
+    for each in options.buy:
+        bought(home, each)  # refuses what is unknown before the search
     buys = options.buy + (standard_purchases(home) if options.what_if else ())
     wishes = Wishes(options.strategies, options.compressors, options.by_samples, options.ignore_memory, buys)
     simulator = Simulator(options.workers or os.cpu_count() or 1)

@@ -16,7 +16,17 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from hcsim.config import Attachment, Ethernet, Node, Scenario, Thunderbolt, Wifi, load_scenario, shipped_scenarios
+from hcsim.config import (
+    AnyMedium,
+    Attachment,
+    Ethernet,
+    Node,
+    Scenario,
+    Thunderbolt,
+    Wifi,
+    load_scenario,
+    shipped_scenarios,
+)
 from hcsim.config.check import complete
 from hcsim.config.machine import GIB
 from hcsim.config.machine_names import machine_named
@@ -36,7 +46,7 @@ class Machines(NamedTuple):
     """So many alike, and the networks that they are on."""
 
     name: str
-    count: int
+    number: int
     memory_bytes: Bytes | None
     media: tuple[str, ...]
 
@@ -61,7 +71,7 @@ def home_in_words(words: str) -> Scenario:
     machines = [each for group in groups for each in group]
     if not machines:
         raise ConfigError(f"say which Macs there are, and on which network, such as {_EXAMPLE}")
-    if sum(each.count for each in machines) > _MOST:
+    if sum(each.number for each in machines) > _MOST:
         raise ConfigError(f"more than {_MOST} machines: describe them in a file")
     nodes = tuple(_nodes(machines))
     names = list(dict.fromkeys(name for each in machines for name in each.media))
@@ -102,10 +112,10 @@ def _machines(text: str, media: tuple[str, ...]) -> Machines:
 def _nodes(machines: Sequence[Machines]) -> Iterator[Node]:
     total: dict[str, int] = {}
     for each in machines:
-        total[each.name] = total.get(each.name, 0) + each.count
+        total[each.name] = total.get(each.name, 0) + each.number
     number = dict.fromkeys(total, 0)
     for each in machines:
-        for _ in range(each.count):
+        for _ in range(each.number):
             number[each.name] += 1
             called = each.name.lower().replace(" ", "-")
             called = called if total[each.name] == 1 else f"{called}-{number[each.name]}"
@@ -167,7 +177,7 @@ def _with_machines(home: Scenario, machines: Machines) -> Scenario:
     at = next((medium.home for medium in media if medium.name == name and not isinstance(medium, Thunderbolt)), HOME)
     nodes = tuple(
         Node(each, machines.name, at, (Attachment(name),), memory_bytes=machines.memory_bytes)
-        for each in fresh[: machines.count]
+        for each in fresh[: machines.number]
     )
     return complete(replace(home, nodes=(*home.nodes, *nodes), media=tuple(media)))
 
@@ -237,7 +247,7 @@ def only_nodes(home: Scenario, names: Sequence[str]) -> Scenario:
     """Return the home with these machines alone, in its own order, and with the media that they use."""
     nodes = tuple(node for node in home.nodes if node.name in names)
     used = {link.medium for node in nodes for link in node.links}
-    kept = []
+    kept: list[AnyMedium] = []
     for medium in home.media:
         if isinstance(medium, Thunderbolt):
             cables = tuple(cable for cable in medium.cables if all(end in names for end in cable.between))

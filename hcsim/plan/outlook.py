@@ -115,10 +115,7 @@ def limits(best: Candidate, request: Request) -> Limits:
         taken[step.machine] = [a + b for a, b in zip(taken.get(step.machine, [0] * 4), parts, strict=True)]
         for (kind, where), spent_ns in step.causes:
             causes.setdefault(step.machine, Counter())[f"{kind} {where}"] += spent_ns
-    machines = tuple(
-        MachineTime(name, *(part / max(1, sum(parts)) for part in parts), _most(causes.get(name, Counter())))
-        for name, parts in taken.items()
-    )
+    machines = tuple(_machine_time(name, parts, _most(causes.get(name, Counter()))) for name, parts in taken.items())
     kinds: Counter[str] = Counter()
     places: dict[str, Counter[str]] = {}
     for (kind, machine, target), spent_ns in shares(analysis.path).items():
@@ -127,6 +124,12 @@ def limits(best: Candidate, request: Request) -> Limits:
     whole_ns = max(1, kinds.total())
     path = {kind: spent_ns / whole_ns for kind, spent_ns in kinds.most_common()}
     return Limits(machines, path, _most(places.get(next(iter(path), ""), Counter())))
+
+
+def _machine_time(name: str, parts: Sequence[int], cause: str) -> MachineTime:
+    whole = max(1, sum(parts))
+    compute, encode, exposed, idle = (part / whole for part in parts)
+    return MachineTime(name, compute, encode, exposed, idle, cause)
 
 
 def _most(counted: Counter[str]) -> str:

@@ -120,4 +120,4 @@ def tokens_of(spec: str) -> int | None:
     make = TASKS.get(name)
     if not isinstance(make, type) or "tokens" not in getattr(make, "__struct_fields__", ()):
         return None
-    return int(read_spec(spec, {name: make}, "task").tokens)  # type: ignore[attr-defined]
+    return int(read_spec(spec, {name: make}, "task").tokens)

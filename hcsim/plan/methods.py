@@ -22,6 +22,8 @@ from typing import Literal, NamedTuple, TypeAlias
 from hcsim.training.strategies import STRATEGIES, strategy
 
 Evidence: TypeAlias = Literal["exact", "measured", "unknown", "failed"]
+KNOWN: tuple[Evidence, ...] = ("exact", "measured")
+"""What may be chosen without being asked for."""
 
 
 class Method(NamedTuple):

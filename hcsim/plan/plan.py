@@ -12,7 +12,7 @@ from hcsim.config import Cluster, Scenario, Training, write_scenario
 from hcsim.config.training import read_spec
 from hcsim.errors import ConfigError
 from hcsim.plan.candidates import Candidate, Model
-from hcsim.plan.methods import Method, methods
+from hcsim.plan.methods import KNOWN, Method, learning_cost, methods
 from hcsim.plan.outlook import Band, Change, Limits, limits, purchases, sensitivity, speedup
 from hcsim.plan.search import Found, Ranked, Request, Search
 from hcsim.plan.simulation import Simulator
@@ -29,7 +29,7 @@ class Wishes(msgspec.Struct, frozen=True):
     """What is asked of a plan."""
 
     strategies: tuple[str, ...] = ()
-    """Only these; empty: all that the registry has."""
+    """Only these; empty: all that the registry has. If it is known of none of them how it learns, all may be chosen."""
     compressors: tuple[str, ...] = ()
     by_samples: bool = False
     ignore_memory: bool = False
@@ -85,7 +85,9 @@ def model_of(home: Scenario, settings: Training) -> Model:
 def make_plan(home: Scenario, model: Model, wishes: Wishes, simulator: Simulator) -> Plan:
     """Search for the best way to train, and find out what it depends on."""
     chosen = tuple(methods(len(home.homes), wishes.strategies, wishes.compressors))
-    asked = frozenset(chosen) if wishes.strategies or wishes.compressors else frozenset()
+    is_asked = bool(wishes.strategies or wishes.compressors)
+    known = any(learning_cost(each).evidence in KNOWN for each in chosen if each.family != "single")
+    asked = frozenset(chosen) if is_asked and not known else frozenset()
     compared = tuple(dict.fromkeys((Method("single"), *chosen)))
     request = Request(home, model, compared, asked, wishes.by_samples, wishes.ignore_memory)
     found = Search(request, simulator).run()

@@ -23,7 +23,7 @@ from hcsim.config.machine import GIB
 from hcsim.errors import ConfigError
 from hcsim.plan.bounds import Bounds
 from hcsim.plan.candidates import Candidate, Model, candidates, homes_of
-from hcsim.plan.methods import LearningCost, Method, learning_cost
+from hcsim.plan.methods import KNOWN, LearningCost, Method, learning_cost
 from hcsim.plan.simulation import Simulated, Simulation, Simulator
 from hcsim.training.fitting import Fit, Room, alternatives, fits_of, smallest_mac_gib
 from hcsim.training.strategies import check_training
@@ -76,7 +76,7 @@ class Request(msgspec.Struct, frozen=True):
 
     def allows(self, method: Method) -> bool:
         """Return whether the method may be chosen."""
-        return self.by_samples or method in self.asked or learning_cost(method).evidence in ("exact", "measured")
+        return self.by_samples or method in self.asked or learning_cost(method).evidence in KNOWN
 
 
 class Found(msgspec.Struct, frozen=True):

@@ -15,7 +15,7 @@ from hcsim.config import load_scenario
 from hcsim.real.keys import new_secret, save_secret
 from tests.conftest import free_addresses
 
-HOME = "M4, M3 Pro on wifi6"
+HOME = "M4, M3 Pro on 1gbe"
 FEW = ("--strategy", "local_sgd:8", "--workers", "1")
 
 
@@ -30,7 +30,7 @@ def test_a_plan_says_what_to_do_how_much_faster_it_is_and_why() -> None:
     assert "Train with local_sgd:8, on m4 and m3-pro. Of the samples of a step, " in told
     assert "× as fast as m3-pro alone (p10–p90 " in told
     assert "What limits it is computing" in told
-    assert "wifi6 at half its rate" in told
+    assert "1gbe at half its rate" in told
 
 
 def test_a_plan_as_json_has_all_of_it(tmp_path: Path) -> None:

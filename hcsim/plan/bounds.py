@@ -25,6 +25,7 @@ from hcsim.compressors.feedback import ErrorFeedback
 from hcsim.compressors.registry import make
 from hcsim.config import Machine, Node, Scenario, Thunderbolt, Wifi
 from hcsim.plan.candidates import Candidate, Model
+from hcsim.runtime.host import joined_work
 from hcsim.runtime.work_time import KernelTimes, seconds
 from hcsim.training.balance import StepCost, paces, predicted, shares
 from hcsim.training.layout import FLOAT_BYTES
@@ -91,7 +92,7 @@ class Bounds:
             return max(*working_s, forward_s + network_s) / samples
         if family in _PERIODIC:
             return self._periodic_s(candidate, sizes, compute_s, max(encoding_s) + network_s)
-        if family in _SHARDED or candidate.method.strategy == "parameter_server:sync":
+        if family in _SHARDED or family == "parameter_server":  # every worker takes as many steps
             return max(*compute_s, network_s) / samples
         return 1.0 / sum(1.0 / cost.sample_s for cost in costs)
 
@@ -109,12 +110,13 @@ class Bounds:
     def _network_s(self, candidate: Candidate) -> float:
         """Return how long the network takes for an exchange at least."""
         names, ports = candidate.nodes, [self._ports[name] for name in candidate.nodes]
-        exchanged = self._exchanged(candidate)
-        longest_s = max(max(exchanged.out_bytes / port.out_Bps, exchanged.in_bytes / port.in_Bps) for port in ports)
+        both = list(zip(self._exchanged(candidate), ports, strict=True))
+        longest_s = max(max(each.out_bytes / port.out_Bps, each.in_bytes / port.in_Bps) for each, port in both)
         for air in {port.air for port in ports if port.air}:
-            stations = [port for port in ports if port.air == air]
-            air_s = sum(exchanged.out_bytes / each.out_Bps + exchanged.in_bytes / each.in_Bps for each in stations)
-            longest_s = max(longest_s, air_s)
+            taken = (
+                each.out_bytes / port.out_Bps + each.in_bytes / port.in_Bps for each, port in both if port.air == air
+            )
+            longest_s = max(longest_s, sum(taken))
         homes = {self._nodes[name].home for name in names}
         if len(homes) > 1:
             whole = self._payloads(candidate.method.compressor)[0]
@@ -122,17 +124,19 @@ class Bounds:
             longest_s = max([longest_s, *(whole / min(line) for line in lines)])
         return longest_s
 
-    def _exchanged(self, candidate: Candidate) -> Exchanged:
+    def _exchanged(self, candidate: Candidate) -> list[Exchanged]:
         n, family = len(candidate.nodes), candidate.method.family
-        payload_bytes, kind = self._payloads(candidate.method.compressor)
-        if family == "parameter_server":
-            return Exchanged(payload_bytes / n, payload_bytes / n)
+        sent_bytes, kind = self._payloads(candidate.method.compressor)
+        if family == "parameter_server":  # workers push gradients to the first machine, and pull parameters
+            whole_bytes = self._payloads("none")[0]
+            server = Exchanged((n - 1) * whole_bytes, (n - 1) * sent_bytes)
+            return [server, *[Exchanged(sent_bytes, whole_bytes)] * (n - 1)]
         if kind is PayloadKind.SPARSE:
-            return Exchanged(payload_bytes, (n - 1) * payload_bytes)
+            return [Exchanged(sent_bytes, (n - 1) * sent_bytes)] * n
         if family == "hierarchical":
-            return Exchanged(payload_bytes / n, payload_bytes / n)
-        ring_bytes = (3 if family == "zero3" else 2) * (n - 1) / n * payload_bytes  # zero3 gathers parameters twice
-        return Exchanged(ring_bytes, ring_bytes)
+            return [Exchanged(sent_bytes / n, sent_bytes / n)] * n
+        ring_bytes = (3 if family == "zero3" else 2) * (n - 1) / n * sent_bytes  # zero3 gathers parameters twice
+        return [Exchanged(ring_bytes, ring_bytes)] * n
 
     def _cost(self, name: str) -> StepCost:
         node, task = self._nodes[name], self._task
@@ -161,8 +165,8 @@ class Bounds:
             return 0.0
         machine, times = self._machine(self._nodes[name])
         shapes = [shape for block in self._task.blocks for _, shape in block.shapes]
-        encode_s = sum(seconds(machine, inner.encode_work(shape), times=times) for shape in shapes)
-        decode_s = sum(seconds(machine, inner.decode_work(shape), times=times) for shape in shapes)
+        encode_s = seconds(machine, joined_work(map(inner.encode_work, shapes), 1.0), times=times)
+        decode_s = seconds(machine, joined_work(map(inner.decode_work, shapes), 1.0), times=times)
         return encode_s + decode_s * (ranks if inner.kind is PayloadKind.SPARSE else 1)
 
     def _payload(self, spec: str) -> tuple[float, PayloadKind]:

@@ -33,6 +33,7 @@ from hcsim.registry import load_plugin
 
 _SCALES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9, "t": 1e12}
 _SHOWN, _SHOWN_UNKNOWN = 6, 3
+_NAMED = 4
 _NOTABLE = 0.02
 """What changes the speed by less is not worth a line."""
 _KINDS = {
@@ -124,11 +125,11 @@ def _number(option: str, text: str) -> float:
 def _progress(simulator: Simulator) -> Iterator[None]:
     """Show how many simulations are done."""
     console = screen.Screen(stderr=True)
-    columns = (TextColumn("simulating"), BarColumn(), TextColumn("{task.completed} of about {task.total}"))
+    columns = (TextColumn("simulating"), BarColumn(), TextColumn("{task.completed}"))
     with Progress(
         *columns, TimeElapsedColumn(), console=console, transient=True, disable=not console.is_terminal
     ) as bar:
-        line = bar.add_task("", total=1)
+        line = bar.add_task("", total=None)
         simulator.told = lambda done, expected: bar.update(line, completed=done, total=max(done, expected))
         yield
 
@@ -162,13 +163,16 @@ def _advice(found: Plan) -> Iterator[Text]:
     if alone is None:
         yield Text("None of the machines could train it alone.")
     elif best.candidate.nodes == alone.candidate.nodes:
+        if len(found.request.home.nodes) == 1:
+            yield Text(f"{_rate(found, best)}.")
+            return
         yield Text("No way to train on several of them is faster than this one alone.")
     elif found.speedup is not None:
         band = found.speedup
         yield Text.assemble(
             (f"{band.value:.2f} ×", "bold green"),
             f" as fast as {alone.candidate.nodes[0]} alone (p10–p90 {band.p10:.2f}–{band.p90:.2f}): "
-            f"{_rate(found, best)}, against {_rate(found, alone)}",
+            f"{_rate(found, best)}, against {_number_of(_per_s(found, alone))}",
         )
     for line in _remarks(found):
         yield Text(line)
@@ -179,6 +183,7 @@ def _what_to_do(found: Plan) -> str:
     names = best.candidate.nodes
     if len(names) == 1:
         return f"Train on {names[0]} alone."
+    on = _joined(names) if len(names) <= _NAMED else f"{_who(found, names)} machines"
     method = best.candidate.method
     compressed = "" if method.compressor == "none" else f", compressed with {method.compressor}"
     if best.result.sizes:
@@ -189,7 +194,7 @@ def _what_to_do(found: Plan) -> str:
     paces = ""
     if best.result.paces:
         paces = " Steps of a period: " + ", ".join(map(str, best.result.paces)) + "."
-    return f"Train with {method.strategy}{compressed}, on {_joined(names)}. {shares}{paces}"
+    return f"Train with {method.strategy}{compressed}, on {on}. {shares}{paces}"
 
 
 def _remarks(found: Plan) -> Iterator[str]:
@@ -206,6 +211,10 @@ def _remarks(found: Plan) -> Iterator[str]:
         fits = round(alone.result.step_s / alone.result.sample_s)
         if fits < model.samples:
             yield f"{alone.candidate.nodes[0]} alone has room for {fits} of the {samples} samples at a time."
+    if found.finer is not None and found.finer.ratio > 1 + 2 * _NOTABLE:
+        few = f"{screen.counted(model.samples, 'sample')} a step are hard to share out"
+        yield (f"{few}: with {found.finer.words} it would be {found.finer.ratio:.2f} × as fast, "
+               "by steps that learn from more samples.")  # fmt: skip
     unknown = [each for each in found.alternatives(chosen=False) if each.learning.evidence == "unknown"]
     if unknown and alone is not None and unknown[0].quality_s < best.quality_s * (1 - _NOTABLE):
         method, ratio = unknown[0].candidate.method, alone.quality_s / unknown[0].quality_s
@@ -265,7 +274,7 @@ def _who(found: Plan, names: Sequence[str]) -> str:
     out = [node.name for node in found.request.home.nodes if node.name not in names]
     if not out:
         return f"all {len(names)}" if len(names) > 1 else names[0]
-    return f"all but {', '.join(out)}" if len(out) < len(names) else ", ".join(names)
+    return f"all but {', '.join(out)}" if len(out) <= min(2, len(names) - 1) else ", ".join(names)
 
 
 def _where(found: Plan) -> Table:

@@ -18,6 +18,7 @@ from hcsim.config.media_names import ethernet_bps
 from hcsim.errors import ConfigError
 from hcsim.plan.candidates import Candidate
 from hcsim.plan.home import bought, on_medium, only_nodes, with_rates
+from hcsim.plan.methods import Method
 from hcsim.plan.search import Found, Ranked, Request, Search, simulation_of
 from hcsim.plan.simulation import Simulation, Simulator, analysed
 from hcsim.telemetry.critical_path import shares
@@ -25,8 +26,10 @@ from hcsim.twin.effects import Effect, effects, percentiles, relative_times
 from hcsim.virtual.hardware import machine_of
 
 _MOST_ASLEEP = 4
+_FEW_EACH = 4
+"""Samples of each machine in a step that can be shared out well among unlike ones."""
 _MOST_METHODS = 4
-"""That are searched after a purchase: those that were best before."""
+"""That are searched for what would be different: those that were best before."""
 STANDARD_PURCHASES = ("1gbe", "2.5gbe", "10gbe", "thunderbolt", "wifi7", "M4 mini", "M4 Pro mini")
 
 
@@ -177,15 +180,35 @@ def _cool(home: Scenario, name: str, machine: Machine) -> Scenario:
     return replace(home, nodes=nodes)
 
 
+def finer(found: Found, request: Request, simulator: Simulator) -> Change | None:
+    """Return what more samples a step would do where there are too few to be shared out among unlike machines."""
+    count, samples = len(request.home.nodes), request.model.samples
+    if count == 1 or samples >= _FEW_EACH * count:
+        return None
+    each = _FEW_EACH * count // samples * samples // count
+    model = request.model._replace(samples=each * count)
+    again = replace(request, model=model, methods=_best_methods(found, request))
+    try:
+        best = Search(again, simulator).run().best
+    except ConfigError:  # it does not fit
+        return None
+    ratio, candidate = found.best.quality_s / best.quality_s, best.candidate
+    return Change(f"--set batch={each}", 1 / best.result.sample_s, ratio, str(candidate.method), candidate.nodes)
+
+
+def _best_methods(found: Found, request: Request) -> tuple[Method, ...]:
+    """Return the methods that were best, and one machine alone."""
+    allowed = [each.candidate.method for each in found.ranked if request.allows(each.candidate.method)]
+    return tuple(dict.fromkeys((*tuple(dict.fromkeys(allowed))[:_MOST_METHODS], Method("single"))))
+
+
 def purchases(found: Found, request: Request, words: Sequence[str], simulator: Simulator) -> tuple[Change, ...]:
     """Return the best plan after each of these purchases, by the methods that were best before."""
-    allowed = [each for each in found.ranked if request.allows(each.candidate.method)]
-    methods = tuple(dict.fromkeys(each.candidate.method for each in allowed))[:_MOST_METHODS]
-    single = next(method for method in request.methods if method.family == "single")
+    methods = _best_methods(found, request)
     changes = []
     for each in words:
         home = bought(request.home, each).home
-        again = replace(request, home=home, methods=tuple(dict.fromkeys((*methods, single))))
+        again = replace(request, home=home, methods=methods)
         best = Search(again, simulator).run().best
         ratio = found.best.quality_s / best.quality_s
         candidate = best.candidate

@@ -13,7 +13,7 @@ from hcsim.config.training import read_spec
 from hcsim.errors import ConfigError
 from hcsim.plan.candidates import Candidate, Model
 from hcsim.plan.methods import KNOWN, Method, learning_cost, methods
-from hcsim.plan.outlook import Band, Change, Limits, limits, purchases, sensitivity, speedup
+from hcsim.plan.outlook import Band, Change, Limits, finer, limits, purchases, sensitivity, speedup
 from hcsim.plan.search import Found, Ranked, Request, Search
 from hcsim.plan.simulation import Simulator
 from hcsim.training.precision import prepared
@@ -46,6 +46,8 @@ class Plan(msgspec.Struct, frozen=True):
     limits: Limits
     changes: tuple[Change, ...]
     purchases: tuple[Change, ...]
+    finer: Change | None = None
+    """What more samples a step would do, where there are few."""
 
     @property
     def best(self) -> Ranked:
@@ -98,6 +100,7 @@ def make_plan(home: Scenario, model: Model, wishes: Wishes, simulator: Simulator
         limits(found.best.candidate, request),
         sensitivity(found.best, request, simulator),
         purchases(found, request, wishes.buys, simulator),
+        finer(found, request, simulator),
     )
 
 

@@ -33,6 +33,8 @@ MARGIN = 0.98
 shows how near bounds and simulations are."""
 MOST_SIMULATED = 160
 _FINALISTS = 4
+_FAR = 3.0
+"""A method that takes at least so many times as long as the best is not simulated."""
 _SHOWN = 3
 _NEAR = 1.1
 """Those within this ratio of the best, by a short simulation, are simulated for longer."""
@@ -114,7 +116,7 @@ class Search:
     def run(self) -> Found:
         """Search, and return what was found."""
         before = self._simulator.count
-        self._simulate(self._first_of_each())
+        self._simulate_first_of_each()
         alone = self._fastest_alone()
         if not any(map(self._may_be_chosen, self._ranked.values())):
             raise self._nothing_fits()
@@ -124,23 +126,30 @@ class Search:
         best = self._best()
         if alone is not None:
             alone = self._ranked.get(alone.candidate, alone)
-        tried = {each.candidate.method for each in self._ranked.values()}
-        excluded = tuple(each for method, each in self._unfit.items() if method not in tried)
+        fitting = {each.method for _, _, each in self._ordered if self._fits.get(each, True) is None}
+        excluded = tuple(each for method, each in self._unfit.items() if method not in fitting)
         return Found(best, alone, tuple(ranked), excluded, len(self._ordered), self._simulator.count - before)
 
-    def _first_of_each(self) -> list[Candidate]:
-        """Return the most promising candidate of each method, and every machine alone, of those that fit."""
-        taken: dict[Method, Candidate] = {}
+    def _simulate_first_of_each(self) -> None:
+        """Simulate every machine alone, and the most promising candidate of each method, of those that fit. What cannot
+        be anywhere near the best is left out."""
+        taken: dict[Method, tuple[float, Candidate]] = {}
         alone = []
-        for _, _, each in self._ordered:
+        for bound_s, learning, each in self._ordered:
             if each.method.family == "single":
                 alone += [each] if self._fit(each) is None else []
             elif each.method not in taken:
                 if (unfit := self._fit(each)) is None:
-                    taken[each.method] = each
+                    taken[each.method] = bound_s * learning.most, each
                 else:
                     self._unfit.setdefault(each.method, (each, unfit))
-        return [*alone, *taken.values()]
+        self._simulate(alone)
+        waiting = list(taken.values())
+        while waiting:
+            known = [each.quality_s for each in self._ranked.values() if self._may_be_chosen(each)]
+            limit_s = _FAR * min(known, default=float("inf"))
+            self._simulate([each for bound_s, each in waiting[: self._simulator.width] if bound_s <= limit_s])
+            waiting = waiting[self._simulator.width :]
 
     def _branch_and_bound(self) -> None:
         waiting = self._waiting()

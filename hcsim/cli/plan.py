@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -150,6 +151,9 @@ def show(found: Plan) -> None:
 def _home_line(found: Plan) -> str:
     nodes, model = found.request.home.nodes, found.request.model
     names = ", ".join(f"{node.name} ({_machine(node.machine)})" for node in nodes)
+    if len(nodes) > 2 * _NAMED:
+        kinds = Counter(_machine(node.machine) for node in nodes)
+        names = ", ".join(f"{count} × {kind}" if count > 1 else kind for kind, count in kinds.items())
     return f"{model.base.task}, {screen.counted(model.samples, 'sample')} a step, on {names}"
 
 
@@ -279,8 +283,10 @@ def _who(found: Plan, names: Sequence[str]) -> str:
 
 def _where(found: Plan) -> Table:
     table = _table(("machine",), ("compute", "encode", "exposed", "idle"), ("waits most for",))
-    for each in found.limits.machines:
+    for each in found.limits.machines[: 2 * _NAMED]:
         table.add_row(each.machine, *map(_percent, (each.compute, each.encode, each.exposed, each.idle)), _cause(each))
+    if (more := len(found.limits.machines) - 2 * _NAMED) > 0:
+        table.add_row(f"and {more} more")
     return table
 
 

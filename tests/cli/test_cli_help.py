@@ -17,8 +17,8 @@ from hcsim.cli.errors import BAD_INPUT
 ROOT = Path(__file__).parents[2]
 MOST_OPTIONS = 15
 COMMANDS = (
-    "run", "bench", "rank", "list", "sweep", "doctor", "probe", "twin", "selftest", "dashboard", "topology", "fuzz",
-    "evaluate", "coordinator",
+    "run", "bench", "rank", "list", "sweep", "doctor", "probe", "twin", "plan", "selftest", "dashboard", "topology",
+    "fuzz", "evaluate", "coordinator",
     "cluster",
 )  # fmt: skip
 OF_A_CLUSTER = ("create", "join", "invite", "members", "expel", "rotate", "phrase", "status", "forget", "unit")

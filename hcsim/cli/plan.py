@@ -165,7 +165,7 @@ def _advice(found: Plan) -> Iterator[Text]:
     best, alone = found.best, found.found.alone
     yield Text(_what_to_do(found), style="bold")
     if alone is None:
-        yield Text("None of the machines could train it alone.")
+        yield Text(f"None of the machines could train it alone; together they do {_rate(found, best)}.")
     elif best.candidate.nodes == alone.candidate.nodes:
         if len(found.request.home.nodes) == 1:
             yield Text(f"{_rate(found, best)}.")
@@ -194,7 +194,8 @@ def _what_to_do(found: Plan) -> str:
         share = ", ".join(f"{size} on {name}" for size, name in zip(best.result.sizes, names, strict=True))
         shares = f"Of the samples of a step, {share}."
     else:
-        shares = f"{found.request.model.samples // len(names)} samples a step on each."
+        each = screen.counted(found.request.model.samples // len(names), "sample")
+        shares = "All samples go through all of them." if method.family == "pipeline" else f"{each} a step on each."
     paces = ""
     if best.result.paces:
         paces = " Steps of a period: " + ", ".join(map(str, best.result.paces)) + "."

@@ -28,7 +28,7 @@ from experiments.study.tables import write_csv
 from hcsim import rng
 
 HOMES = 20
-MODELS = ("resnet50", "gpt2", "llama-1b:tokens=512,lora=16")
+MODELS = ("resnet50", "gpt2:tokens=256", "llama-1b:tokens=256,lora=16")
 _CHIPS = ("M1", "M1 Air", "M1 Pro", "M2", "M2 Air", "M2 Max", "M2 Ultra", "M3", "M3 Pro", "M4", "M4 Pro", "M4 Max")
 _NETWORKS = ("wifi5", "wifi6", "wifi7", "1gbe", "2.5gbe", "10gbe", "thunderbolt")
 _LEARNING_HOME = "2 x M4, M1, M3 Pro on 1gbe"
@@ -107,9 +107,9 @@ def regret_rows(entries: Sequence[Entry]) -> list[dict[str, Any]]:
     rows = []
     for (kind, home, task), entry in by.items():
         best = by.get((Exhaustive, home, task))
-        if kind is not Planned or best is None:
-            continue
         plan = entry.result
+        if kind is not Planned or best is None or not (plan.nodes and best.result.nodes):
+            continue  # where nothing fits, neither finds anything
         rows.append({
             "home": home, "task": task, "plan": f"{plan.strategy} {plan.compressor}", "machines": len(plan.nodes),
             "by_speed": plan.by_speed, "best": f"{best.result.strategy} {best.result.compressor}",

@@ -16,6 +16,7 @@ from msgspec.structs import replace
 from experiments.study.cell import measured_with
 from experiments.study.store import Store
 from hcsim.config import Scenario, Training
+from hcsim.errors import ConfigError
 from hcsim.launch.virtual import simulate_training
 from hcsim.plan.candidates import Candidate, candidates
 from hcsim.plan.home import home_in_words
@@ -101,7 +102,10 @@ def _request(home: Scenario, task: str) -> Request:
 
 
 def _planned(request: Request) -> Choice:
-    found = Search(request, Simulator(1)).run()
+    try:
+        found = Search(request, Simulator(1)).run()
+    except ConfigError:  # nothing fits
+        return Choice()
     each = found.best.candidate
     return Choice(
         found.best.quality_s, None if found.alone is None else found.alone.quality_s, each.method.strategy,
@@ -125,7 +129,7 @@ def _exhaustive(request: Request) -> Choice:
         if best is None or quality_s < best[0]:
             best = quality_s, each
     if best is None:
-        return Choice(candidates=0)
+        return Choice()
     quality_s, each = best
     return Choice(
         quality_s, None, each.method.strategy, each.method.compressor, each.nodes, each.by_speed, count, count

@@ -26,7 +26,7 @@ from hcsim.errors import ConfigError
 from hcsim.files import write_whole
 from hcsim.plan.home import bought, home_of
 from hcsim.plan.methods import LearningCost, Method
-from hcsim.plan.outlook import Change, MachineTime, standard_purchases
+from hcsim.plan.outlook import ALL_MACHINES, Change, MachineTime, standard_purchases
 from hcsim.plan.plan import Plan, Wishes, job_text, make_plan, model_of, tokens_of
 from hcsim.plan.search import Ranked
 from hcsim.plan.simulation import Simulator
@@ -205,11 +205,9 @@ def _what_to_do(found: Plan) -> str:
 def _remarks(found: Plan) -> Iterator[str]:
     best, alone, model = found.best, found.found.alone, found.request.model
     out = [node.name for node in found.request.home.nodes if node.name not in best.candidate.nodes]
-    whole = found.whole_home()
+    whole = next((each.ratio for each in found.changes if each.words == ALL_MACHINES), None)
     if out and len(best.candidate.nodes) > 1:
-        why = (
-            "" if whole is None else f": with all machines it would be {best.quality_s / whole.quality_s:.2f} × as fast"
-        )
+        why = "" if whole is None else f": with all machines it would be {whole:.2f} × as fast"
         yield f"Leave out {_joined(out)}{why}."
     yield _learning_line(best.learning, found.request.by_samples)
     if alone is not None and (samples := alone.candidate.settings(model).batch) and alone.result.step_s:
@@ -249,7 +247,7 @@ def _tables(found: Plan) -> Iterator[tuple[str, Table | Text]]:
     yield "What else there is", _alternatives(found)
     yield "Where a step's time goes", _where(found)
     yield "", Text(_limit_line(found))
-    changes = [each for each in found.changes if abs(each.ratio - 1) >= _NOTABLE]
+    changes = [each for each in found.changes if abs(each.ratio - 1) >= _NOTABLE and each.words != ALL_MACHINES]
     if changes:
         yield "If something changes, and the plan does not", _changed(changes, found)
     if found.purchases:

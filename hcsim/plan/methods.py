@@ -71,8 +71,12 @@ tests/plan/test_methods.py holds these to the table."""
 _EXACT = ("single", "ddp", "hierarchical", "zero1", "zero2", "zero3", "pipeline")
 _EXACT_SPECS = ("parameter_server:sync",)
 _SPECS: dict[str, tuple[str, ...]] = {
-    "local_sgd": ("local_sgd:8", "local_sgd:8,pace=speed", "local_sgd:32", "local_sgd:32,pace=speed"),
-    "diloco": ("diloco:8,momentum=0.5", "diloco:8,momentum=0.5,pace=speed", "diloco:32,momentum=0.5"),
+    "local_sgd": (
+        "local_sgd:8", "local_sgd:8,pace=speed", "local_sgd:32", "local_sgd:32,pace=speed", "local_sgd:64",
+    ),
+    "diloco": (
+        "diloco:8,momentum=0.5", "diloco:8,momentum=0.5,pace=speed", "diloco:32,momentum=0.5", "diloco:64,momentum=0.5",
+    ),
     "parameter_server": (
         "parameter_server:sync", "parameter_server:bounded,staleness=4", "parameter_server:async",
     ),

@@ -19,13 +19,14 @@ from hcsim.errors import ConfigError
 from hcsim.plan.candidates import Candidate
 from hcsim.plan.home import bought, on_medium, only_nodes, with_rates
 from hcsim.plan.methods import Method
-from hcsim.plan.search import Found, Ranked, Request, Search, simulation_of
+from hcsim.plan.search import Found, Ranked, Request, Search, is_possible, simulation_of
 from hcsim.plan.simulation import Simulation, Simulator, analysed
 from hcsim.telemetry.critical_path import shares
 from hcsim.twin.effects import Effect, effects, percentiles, relative_times
 from hcsim.virtual.hardware import machine_of
 
 _MOST_ASLEEP = 4
+ALL_MACHINES = "with all machines"
 _FEW_EACH = 4
 """Samples of each machine in a step that can be shared out well among unlike ones."""
 _MOST_METHODS = 4
@@ -170,6 +171,9 @@ def _changes(best: Candidate, request: Request) -> Iterator[tuple[str, Candidate
     for node in there.nodes:
         if len(names) > 1 and all(isinstance(kinds[link.medium], Wifi) for link in node.links) and node.links:
             yield f"a cable for {node.name}", best, replace(request, home=on_medium(home, "1gbe", [node.name]))
+    everyone = best._replace(nodes=tuple(node.name for node in home.nodes), by_speed=True)
+    if 1 < len(names) < len(home.nodes) and is_possible(request, everyone):
+        yield ALL_MACHINES, everyone, request
     more = request.model._replace(samples=2 * request.model.samples)
     yield "twice the samples a step", best, replace(request, model=more)
 

@@ -62,14 +62,6 @@ class Plan(msgspec.Struct, frozen=True):
         others = [each for method, each in first.items() if method != self.best.candidate.method]
         return [each for each in others if self.request.allows(each.candidate.method) == chosen]
 
-    def whole_home(self) -> Ranked | None:
-        """Return the same method with all machines, if the plan leaves some out and that was simulated."""
-        nodes = tuple(node.name for node in self.request.home.nodes)
-        if self.best.candidate.nodes == nodes:
-            return None
-        same = [each for each in self.found.ranked if each.candidate.method == self.best.candidate.method]
-        return next((each for each in same if each.candidate.nodes == nodes), None)
-
 
 def model_of(home: Scenario, settings: Training) -> Model:
     """Return the model that these settings name, with the samples of a step: as many for each machine as the settings

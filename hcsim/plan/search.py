@@ -103,7 +103,6 @@ class Search:
         self._simulator = simulator
         self._bounds = Bounds(request.home, request.model)
         found = candidates(request.home, request.methods, request.model.samples, self._bounds.speeds())
-        self._rooms = {node.name: Room.of(node) for node in request.home.nodes}
         known = {method: request.learning(method) for method in request.methods}
         ordered = [
             (self._bounds.sample_s(each), known[each.method], each) for each in found if _is_valid(request, each)
@@ -187,13 +186,8 @@ class Search:
 
     def _fit(self, each: Candidate) -> Fit | None:
         """Return the machine for which a candidate is too large, or None if it fits everywhere."""
-        if self._request.ignore_memory:
-            return None
         if each not in self._fits:
-            model = self._request.model
-            fits = fits_of(each.settings(model), [self._rooms[name] for name in each.nodes], model.task)
-            unfit = [fit for fit in fits if not fit.fits]
-            self._fits[each] = max(unfit, key=_missing, default=None)
+            self._fits[each] = _unfit(self._request, each)
         return self._fits[each]
 
     def _fastest_alone(self) -> Ranked | None:
@@ -205,17 +199,11 @@ class Search:
             samples //= 2
             request = replace(self._request, model=self._request.model._replace(samples=samples))
             less = [Candidate(Method("single"), (node.name,)) for node in request.home.nodes]
-            fitting = [each for each in less if Search._fits_alone(request, self._rooms, each)]
+            fitting = [each for each in less if _unfit(request, each) is None]
             results = self._simulator.all([simulation_of(request, each) for each in fitting])
             alone = [Ranked(each, result, LearningCost("exact"), result.sample_s)
                      for each, result in zip(fitting, results, strict=True) if not result.failure]  # fmt: skip
         return min(alone, key=lambda each: each.quality_s, default=None)
-
-    @staticmethod
-    def _fits_alone(request: Request, rooms: dict[str, Room], each: Candidate) -> bool:
-        model = request.model
-        fits = fits_of(each.settings(model), [rooms[name] for name in each.nodes], model.task)
-        return all(fit.fits for fit in fits)
 
     def _nothing_fits(self) -> ConfigError:
         """Return what to say where no candidate is left: what would fit, or why simulations failed."""
@@ -224,7 +212,7 @@ class Search:
             failures = [each.result.failure for each in self._ranked.values() if each.failed]
             return ConfigError(f"nothing could be simulated: {failures[0] if failures else 'there is no candidate'}")
         model, least = self._request.model, min(unfit, key=_missing)
-        rooms = list(self._rooms.values())
+        rooms = list(map(Room.of, self._request.home.nodes))
         batch = max(1, model.samples // len(rooms))
         found = alternatives(replace(model.base, strategy="ddp", batch=batch), rooms, model.task)
         would = [f"{each.words} ({_gib(each.most_bytes)})" for each in found[:_SHOWN]]
@@ -252,6 +240,20 @@ def _is_valid(request: Request, each: Candidate) -> bool:
 
 def _missing(fit: Fit) -> int:
     return fit.need.total - (fit.room.usable_bytes or 0)
+
+
+def is_possible(request: Request, each: Candidate) -> bool:
+    """Return whether the settings of a candidate go together, and fit into its machines."""
+    return _is_valid(request, each) and _unfit(request, each) is None
+
+
+def _unfit(request: Request, each: Candidate) -> Fit | None:
+    """Return the machine for which a candidate is too large, or None if it fits everywhere."""
+    if request.ignore_memory:
+        return None
+    model, nodes = request.model, {node.name: node for node in request.home.nodes}
+    fits = fits_of(each.settings(model), [Room.of(nodes[name]) for name in each.nodes], model.task)
+    return max((fit for fit in fits if not fit.fits), key=_missing, default=None)
 
 
 def simulation_of(request: Request, each: Candidate, *, is_long: bool = False) -> Simulation:

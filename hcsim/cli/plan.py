@@ -26,7 +26,7 @@ from hcsim.errors import ConfigError
 from hcsim.files import write_whole
 from hcsim.plan.home import bought, home_of
 from hcsim.plan.methods import LearningCost, Method
-from hcsim.plan.outlook import ALL_MACHINES, Change, MachineTime, standard_purchases
+from hcsim.plan.outlook import ALL_MACHINES, Band, Change, MachineTime, standard_purchases
 from hcsim.plan.plan import Plan, Wishes, job_text, make_plan, model_of, tokens_of
 from hcsim.plan.search import Ranked
 from hcsim.plan.simulation import Simulator
@@ -70,30 +70,45 @@ def plan(options: PlanOptions) -> None:
     """Find the best way to train, and show it."""
     for plugin in options.plugins:
         load_plugin(plugin)
-    if options.out is not None and not options.out.parent.is_dir():
-        raise ConfigError(f"--out {options.out}: there is no folder {options.out.parent}")
+    _check_out(options.out)
     home = home_of(options.home)
     settings = Settings(options.settings, {"training.task": _task(options)})
-    model = model_of(home, settings.take("training", Training()))
+    usual = Training()
+    given = settings.take("training", usual)
+    model = model_of(home, given)
     settings.finish({"memory": "as --ignore-memory"})
     for each in options.buy:
         bought(home, each)  # refuses what is unknown before the search
     buys = options.buy + (standard_purchases(home) if options.what_if else ())
-    wishes = Wishes(options.strategies, options.compressors, options.by_samples, options.ignore_memory, buys)
+    strategies = options.strategies or ((given.strategy,) if given.strategy != usual.strategy else ())
+    compressors = options.compressors or ((given.compressor,) if given.compressor != usual.compressor else ())
+    wishes = Wishes(strategies, compressors, options.by_samples, options.ignore_memory, buys)
     simulator = Simulator(options.workers or os.cpu_count() or 1)
     with simulator.open(), _progress(simulator):
         found = make_plan(home, model, wishes, simulator)
+    if options.out is not None:
+        _write(options.out, job_text(found, _why(found)))
     if options.json:
         screen.say(msgspec.json.format(msgspec.json.encode(as_json(found)), indent=2).decode())
     else:
         show(found)
     if options.out is not None:
-        try:
-            write_whole(options.out, job_text(found, _why(found)).encode())
-        except OSError as error:
-            raise ConfigError(f"--out {options.out}: cannot be written: {error.strerror}") from None
         screen.note(f"the job is in {options.out}: simulate it with `hcsim run {options.out}`, "
                     f"and start it on each machine with `hcsim run --real {options.out}`")  # fmt: skip
+
+
+def _check_out(out: Path | None) -> None:
+    if out is not None and not out.parent.is_dir():
+        raise ConfigError(f"--out {out}: there is no folder {out.parent}")
+    if out is not None and out.is_dir():
+        raise ConfigError(f"--out {out}: this is a folder; give the name of a file")
+
+
+def _write(out: Path, text: str) -> None:
+    try:
+        write_whole(out, text.encode())
+    except OSError as error:
+        raise ConfigError(f"--out {out}: cannot be written: {error.strerror}") from None
 
 
 def _task(options: PlanOptions) -> str:
@@ -172,14 +187,20 @@ def _advice(found: Plan) -> Iterator[Text]:
             return
         yield Text("No way to train on several of them is faster than this one alone.")
     elif found.speedup is not None:
-        band = found.speedup
-        yield Text.assemble(
-            (f"{band.value:.2f} ×", "bold green"),
-            f" as fast as {alone.candidate.nodes[0]} alone (p10–p90 {band.p10:.2f}–{band.p90:.2f}): "
-            f"{_rate(found, best)}, against {_number_of(_per_s(found, alone))}",
-        )
+        yield Text.assemble((f"{found.speedup.value:.2f} ×", "bold green"), _faster_than(found, alone, found.speedup))
     for line in _remarks(found):
         yield Text(line)
+
+
+def _faster_than(found: Plan, alone: Ranked, band: Band) -> str:
+    """Return than what the plan is how much faster, but for the figure itself."""
+    best, name = found.best, alone.candidate.nodes[0]
+    rates = f"{_rate(found, best)}, against {_number_of(_per_s(found, alone))}"
+    spread = f"(p10–p90 {band.p10:.2f}–{band.p90:.2f})"
+    if best.learning.most == 1.0:
+        return f" as fast as {name} alone {spread}: {rates}"
+    more = alone.result.sample_s / best.result.sample_s
+    return f" as fast as {name} alone to the same loss {spread}: {rates}, which is {more:.2f} ×"
 
 
 def _what_to_do(found: Plan) -> str:
@@ -237,9 +258,8 @@ def _learning_line(learning: LearningCost, by_samples: bool) -> str:
     if learning.evidence == "exact":
         return "A step learns what one machine alone would learn from the same samples."
     if learning.evidence == "measured":
-        often = f"{learning.least:.2f} to {learning.most:.2f} × as many samples as"
-        took = often if learning.most > 1 else "no more samples than"
-        return f"To the same loss it took {took} one machine alone: measured on small models, yours may differ."
+        often = f"{learning.least:.2f} to {learning.most:.2f} × as many samples"
+        return f"To the same loss it took {often} as one machine alone: measured on a small model, yours may differ."
     return "How well it learns is not known: it was asked for."
 
 
@@ -376,9 +396,7 @@ def _why(found: Plan) -> list[str]:
     lines = ["Written by `hcsim plan`.", "", _what_to_do(found)]
     alone, band = found.found.alone, found.speedup
     if alone is not None and band is not None and len(found.best.candidate.nodes) > 1:
-        lines.append(
-            f"{band.value:.2f} × as fast as {alone.candidate.nodes[0]} alone (p10–p90 {band.p10:.2f}–{band.p90:.2f})."
-        )
+        lines.append(f"{band.value:.2f} ×{_faster_than(found, alone, band)}.")
     return [*lines, *_remarks(found), ""]
 
 

@@ -28,7 +28,7 @@ def planned(*arguments: str) -> str:
 def test_a_plan_says_what_to_do_how_much_faster_it_is_and_why() -> None:
     told = " ".join(planned(HOME, "resnet50", *FEW).replace("│", "").split())
     assert "Train with local_sgd:8, on m4 and m3-pro. Of the samples of a step, " in told
-    assert "× as fast as m3-pro alone (p10–p90 " in told
+    assert "× as fast as m3-pro alone to the same loss (p10–p90 " in told
     assert "What limits it is computing" in told
     assert "1gbe at half its rate" in told
 

@@ -14,19 +14,17 @@ from msgspec.structs import replace
 from hcsim.config import (
     AnyMedium,
     Attachment,
-    Basis,
     Cable,
     Ethernet,
     Node,
     Scenario,
     Throttle,
     Thunderbolt,
-    Wifi,
     idealised,
     load_scenario,
 )
 from hcsim.config.check import complete
-from hcsim.config.home import WIFI_STANDARDS
+from hcsim.config.media_names import THUNDERBOLT_BASIS, THUNDERBOLT_BPS, access_point
 from hcsim.errors import ConfigError
 from hcsim.units import BitRate, PositiveSeconds, PositiveShare, Seconds, decode_quantity, did_you_mean
 
@@ -35,14 +33,6 @@ OLD_MACHINE = "M1"
 THROTTLED = PositiveShare(0.4)
 _APART = 0.01
 """Of the speeds of Macs that are alike, but for what two of a kind differ in."""
-THUNDERBOLT_BPS = BitRate(16.4e9)
-"""TCP over a Thunderbolt 4 bridge, in the faster direction of a measured pair."""
-_THUNDERBOLT = Basis(
-    "published",
-    "14.7 to 20 Gb/s between two Macs: jiribrejcha.net/tag/macbook, github.com/hellas-ai/thunderbolt-ibverbs/pull/44, "
-    "github.com/swellweb/targetBridge/issues/110",
-    spread=0.16,
-)
 FREE_FORM = "ethernet:"
 ALONE = "none"
 """The link of a machine that trains alone."""
@@ -125,13 +115,8 @@ def _ideal(world: int) -> Scenario:
     return idealised(replace(_switched(world, 1e9), name=f"{world}-ideal-ports"))
 
 
-def _access_point(standard: str) -> Wifi:
-    table = {"kind": "wifi", "name": "air", "standard": standard, **WIFI_STANDARDS[standard]}
-    return msgspec.convert(table, Wifi, dec_hook=decode_quantity)
-
-
 def _wireless(world: int, standard: str) -> Scenario:
-    air = _access_point(standard)
+    air = access_point(standard)
     return Scenario(f"{world}-macs-{standard}", _minis(world, air.name), media=(air,))
 
 
@@ -140,7 +125,7 @@ def _cabled(world: int) -> Scenario:
     names = [node.name for node in _minis(world, "")]
     around = list(zip(names, [*names[1:], names[0]], strict=True))[: world if world > 2 else 1]
     desk = Thunderbolt(
-        "desk", tuple(Cable(pair, THUNDERBOLT_BPS, THUNDERBOLT_BPS) for pair in around), basis=_THUNDERBOLT
+        "desk", tuple(Cable(pair, THUNDERBOLT_BPS, THUNDERBOLT_BPS) for pair in around), basis=THUNDERBOLT_BASIS
     )
     return Scenario(f"{world}-macs-thunderbolt", _minis(world, ""), media=(desk,))
 
@@ -207,7 +192,7 @@ def _one_throttled(scenario: Scenario) -> Scenario:
 def _one_on_wifi(scenario: Scenario) -> Scenario:
     if not all(isinstance(medium, Ethernet) for medium in scenario.media):
         raise ConfigError('variant = "one-on-wifi": the others have to be on Ethernet')
-    air: AnyMedium = _access_point("wifi6")
+    air: AnyMedium = access_point("wifi6")
     wireless = _uneven(_with_last(scenario, links=(Attachment(air.name),)))
     return replace(wireless, name=f"{scenario.name}-one-on-wifi", media=(*scenario.media, air))
 

@@ -72,7 +72,7 @@ def commands(block: Block) -> Iterator[str]:
     for line in block.text.splitlines():
         if block.language == "console":
             _, prompt, typed = line.partition("$ ")
-            parts = typed.split("; ") if prompt else []
+            parts = re.findall(r"(?:\"[^\"]*\"|[^;\"]|;(?! ))+", typed) if prompt else []  # not within quotes
         else:
             parts = [line]
         for part in parts:

@@ -179,6 +179,69 @@ def twin(
 
 
 @app.command()
+def plan(
+    home: Annotated[
+        str,
+        typer.Argument(
+            metavar="HOME",
+            help='Machines in words, such as "M4, M1 Air on wifi6; M3 Pro on 1gbe"; a scenario, or a twin.',
+            autocompletion=names_of("scenarios"),
+        ),
+    ],
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[MODEL]",
+            help="A task: resnet50, transformer:1e8,tokens=2048, llama-7b:lora=16, …",
+            autocompletion=names_of("tasks"),
+        ),
+    ] = None,
+    params: Annotated[str | None, typer.Option(help="In place of a task: a transformer with so many, as 100M.")] = None,
+    tokens: Annotated[int | None, typer.Option(min=1, help="With --params: of one sample.")] = None,
+    strategy: Annotated[
+        list[str] | None,
+        typer.Option(help="Only this one; may be repeated.", autocompletion=names_of("strategies")),
+    ] = None,
+    compressor: Annotated[
+        list[str] | None,
+        typer.Option(help="Only this one; may be repeated.", autocompletion=names_of("compressors")),
+    ] = None,
+    buy: Annotated[
+        list[str] | None,
+        typer.Option(metavar="WHAT", help='What would a "2.5gbe switch" do, or an "M4 mini"? May be repeated.'),
+    ] = None,
+    what_if: Annotated[bool, typer.Option("--what-if", help="Ask so of the usual things.")] = False,
+    by_samples: Annotated[
+        bool, typer.Option("--by-samples", help="Compare samples a second, however much is learned from them.")
+    ] = False,
+    ignore_memory: Annotated[
+        bool, typer.Option("--ignore-memory", help="Consider also what does not fit into the machines.")
+    ] = False,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", metavar="KEY=VALUE", help="A setting of the training, such as batch=32 or precision=bf16."
+        ),
+    ] = None,
+    plugin: Annotated[list[str] | None, typer.Option(help="Load a module or a file of yours; may be repeated.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Write the job to this file.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
+    workers: Annotated[int | None, typer.Option(min=1, help="Processes; left out, one for each core.")] = None,
+) -> None:
+    """Find the fastest way to train a model on the machines of a home: with which of them, how, and why."""
+    with errors_told():
+        from hcsim.cli import plan as work
+
+        options = work.PlanOptions(
+            home=home, model=model, params=params, tokens=tokens, strategies=tuple(strategy or ()),
+            compressors=tuple(compressor or ()), buy=tuple(buy or ()), what_if=what_if, by_samples=by_samples,
+            ignore_memory=ignore_memory, settings=tuple(settings or ()), plugins=tuple(plugin or ()), out=out,
+            json=json, workers=workers,
+        )  # fmt: skip
+        work.plan(options)
+
+
+@app.command()
 def selftest(
     checks: Annotated[
         list[str] | None,

@@ -17,8 +17,8 @@ from hcsim.cli.errors import BAD_INPUT
 ROOT = Path(__file__).parents[2]
 MOST_OPTIONS = 16
 COMMANDS = (
-    "run", "bench", "replay", "rank", "list", "sweep", "doctor", "probe", "twin", "selftest", "dashboard", "topology",
-    "show",
+    "run", "bench", "replay", "rank", "list", "sweep", "doctor", "probe", "twin", "plan", "selftest", "dashboard",
+    "topology", "show",
     "fuzz", "evaluate", "coordinator",
     "cluster",
 )  # fmt: skip

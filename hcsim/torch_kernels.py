@@ -10,7 +10,7 @@ and causal attention does half of its products.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -47,9 +47,8 @@ _BY_PART: tuple[tuple[str, KernelKind, KernelKind], ...] = (
     ("rms_norm", "norm", "norm_backward"),
     ("softmax", "softmax", "softmax_backward"),
     ("_pool", "pooling", "pooling_backward"),
-    ("upsample", "pooling", "pooling_backward"),
-    ("embedding_dense_backward", "scatter", "scatter"),
-    ("embedding", "lookup", "scatter"),
+    ("upsample", "upsampling", "upsampling_backward"),
+    ("embedding", "lookup", "lookup_backward"),
     ("_fused_adam", "update", "update"),
     ("_fused_sgd", "update", "update"),
 )
@@ -92,7 +91,7 @@ def operation_of(func: OpOverload) -> Operation | None:
     if func.namespace in _FREE_NAMESPACES or name in _FREE or name.startswith("sym_"):
         return None
     if any(value.alias_info is not None and not value.alias_info.is_write for value in func._schema.returns):
-        return None
+        return _VIEW
     kind = _kind(func, name)
     names = [argument.name for argument in func._schema.arguments]
     causal_at = names.index("is_causal") if "is_causal" in names else None
@@ -154,6 +153,8 @@ def size_bytes(values: Any) -> int:
     return total
 
 
+_VIEW = Operation("view", _no_flops)
+
 _MOVED: dict[str, Callable[[Sequence[Any], Any], int]] = {
     "gather": lambda args, result: 2 * size_bytes(result),
     "lookup": lambda args, result: 2 * size_bytes(result),
@@ -173,6 +174,52 @@ class Kernel(NamedTuple):
     flops: float
     moved_bytes: float
     dtype: str
+    rows: float = 0.0
+    """What is summed up, normalised, or copied as one: sums, channels, rows. 0: rows do not matter to
+    kernels of this kind."""
+
+
+def _indices(args: Sequence[Any], result: Any) -> float:
+    return max((value.numel() for value in _tensors(args) if not value.dtype.is_floating_point), default=0)
+
+
+def _tensors(values: Any) -> Iterator[Tensor]:
+    if isinstance(values, Tensor):
+        yield values
+    elif isinstance(values, tuple | list):
+        for value in values:
+            yield from _tensors(value)
+
+
+def _means(values: Sequence[Any]) -> float:
+    """Return how many numbers a normalisation keeps for its backward pass, one for each row."""
+    return next((value.numel() for value in _tensors(values)), 0)
+
+
+def _channels(args: Sequence[Any], result: Any) -> float:
+    return args[0].shape[1] if args[0].dim() > 1 else 0
+
+
+def _vectors(args: Sequence[Any], result: Any) -> float:
+    """Return the number of vectors that a softmax is over."""
+    dimension = next((value for value in args if isinstance(value, int)), -1)
+    return args[0].numel() / max(1, args[0].shape[dimension]) if args[0].dim() else 1  # type: ignore[no-any-return]
+
+
+_ROWS: dict[KernelKind, Callable[[Sequence[Any], Any], float]] = {
+    "batch_norm": _channels,
+    "batch_norm_backward": _channels,
+    "norm": lambda args, result: _means(result[1:]),
+    "norm_backward": lambda args, result: _means(args[2:]),
+    "softmax": _vectors,
+    "softmax_backward": _vectors,
+    "reduction": lambda args, result: _means([result]),
+    "gather": _indices,
+    "gather_backward": _indices,
+    "lookup": _indices,
+    "lookup_backward": _indices,
+    "scatter": _indices,
+}
 
 
 def kernel_of(operation: Operation, flops: float, moved_bytes: float, args: Sequence[Any], result: Any) -> Kernel:
@@ -189,7 +236,8 @@ def kernel_of(operation: Operation, flops: float, moved_bytes: float, args: Sequ
     elif kind == "convolution_backward" and args[_GROUPS + 1] > 1:
         kind = _by_window("grouped_convolution_backward", args[2])
         flops = _grouped_flops(args[0], args[2]) * sum(args[-1][:2])
-    return Kernel(kind, flops, moved_bytes, dtype_of(result) or dtype_of(args) or "float32")
+    rows = _ROWS[kind](args, result) if kind in _ROWS else 0.0
+    return Kernel(kind, flops, moved_bytes, dtype_of(result) or dtype_of(args) or "float32", float(rows))
 
 
 _GROUPS = 8
@@ -253,24 +301,22 @@ class KernelTally:
     """Kernels summed up by kind, dtype and size: those of one group are less than a factor of two apart."""
 
     def __init__(self) -> None:
-        self._groups: dict[tuple[str, int, int, str, str], list[float]] = {}
+        self._groups: dict[tuple[str, int, int, int, str, str], list[float]] = {}
 
     def add(self, kernel: Kernel, signature: str = "") -> None:
-        kind, flops, moved_bytes, dtype = kernel
-        key = (kind, int(flops).bit_length(), int(moved_bytes).bit_length(), dtype, signature)
-        sums = self._groups.get(key)
-        if sums is None:
-            self._groups[key] = [1, flops, moved_bytes]
-        else:
-            sums[0] += 1
-            sums[1] += flops
-            sums[2] += moved_bytes
+        kind, flops, moved_bytes, dtype, rows = kernel
+        bits = int(flops).bit_length(), int(moved_bytes).bit_length(), int(rows).bit_length()
+        sums = self._groups.setdefault((kind, *bits, dtype, signature), [0, 0.0, 0.0, 0.0])
+        sums[0] += 1
+        sums[1] += flops
+        sums[2] += moved_bytes
+        sums[3] += rows
 
     def take(self) -> tuple[KernelGroup, ...]:
         """Return the groups, and begin anew."""
         groups = tuple(
-            KernelGroup(kind, flops / count, moved_bytes / count, int(count), dtype, signature)
-            for (kind, _, _, dtype, signature), (count, flops, moved_bytes) in self._groups.items()
+            KernelGroup(kind, flops / count, moved_bytes / count, int(count), dtype, signature, rows / count)
+            for (kind, _, _, _, dtype, signature), (count, flops, moved_bytes, rows) in self._groups.items()
         )
         self._groups.clear()
         return groups
@@ -314,12 +360,17 @@ class KernelMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             operation = self._operations[func]
         except KeyError:
             operation = self._operations[func] = operation_of(func)
-        if operation is None:
+        if operation is None or operation is _VIEW:
+            if operation is not None:
+                self.viewed()
             return func(*args, **kwargs) if kwargs else func(*args)
         if operation.composite:
             with self:
                 return func.decompose(*args, **(kwargs or {}))
         return self.launch(func, operation, args, kwargs or {})
+
+    def viewed(self) -> None:
+        """Notice a view."""
 
     def launch(self, func: OpOverload, operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the operation, and return its result."""

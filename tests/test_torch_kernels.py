@@ -42,7 +42,7 @@ def test_a_product_has_the_flops_and_bytes_of_its_matrices():
 
 def test_a_gather_moves_the_rows_that_it_takes():
     table, rows = torch.ones(1000, 8), torch.zeros(5, dtype=torch.int64)
-    assert seen(lambda: table[rows]).kernels == [Kernel("gather", 0.0, 2 * 4 * 5 * 8, "float32")]
+    assert seen(lambda: table[rows]).kernels == [Kernel("gather", 0.0, 2 * 4 * 5 * 8, "float32", 5)]
 
 
 def test_a_kernel_moves_the_bytes_that_it_reads_or_writes():

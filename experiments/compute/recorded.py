@@ -99,12 +99,12 @@ def time_model(model: str, batch: int, device: str) -> TimedStep:
     with torch.device(device):
         step = seeded(model, batch)
     steps = time_steps(step, device, repeats=repeats, warm_up=2 if device in ASYNCHRONOUS else 1)
-    samples = time_kernels(step, device, repeats=repeats, warm_up=0)
+    samples, views = time_kernels(step, device, repeats=repeats, warm_up=0)
     steps.add(time_steps(step, device, repeats=repeats, warm_up=0))
     time_queued(step, device, steps, len(samples))
     if device in ASYNCHRONOUS:
         steps.streamed.extend(streamed_s(step, device) for _ in range(3))
-    return TimedStep(samples, steps)
+    return TimedStep(samples, steps, views)
 
 
 def write(path: Path, found: Sequence[Recorded]) -> None:

@@ -24,11 +24,11 @@ KernelKind: TypeAlias = Literal[
     "wide_grouped_convolution", "wide_grouped_convolution_backward", "attention", "attention_backward", "recurrent",
     "recurrent_backward", "elementwise", "transcendental", "gelu", "update", "batch_norm",
     "batch_norm_backward", "norm", "norm_backward",
-    "softmax", "softmax_backward", "reduction", "pooling", "pooling_backward", "gather", "gather_backward", "lookup",
-    "scatter", "copy", "fill", "random",
+    "softmax", "softmax_backward", "reduction", "pooling", "pooling_backward", "upsampling", "upsampling_backward",
+    "gather", "gather_backward", "lookup", "lookup_backward", "scatter", "copy", "fill", "random", "view",
 ]  # fmt: skip
-"""A wide convolution has windows of more than 3 × 3, an update is in place, as an optimizer's are, pooling is
-resampling of any kind, and a lookup copies whole rows."""
+"""A wide convolution has windows of more than 3 × 3, an update is in place, as an optimizer's are, and a lookup copies
+whole rows. A view moves nothing: it takes the host a moment, and the device no time."""
 BROADER: dict[str, KernelKind] = {
     "wide_grouped_convolution": "grouped_convolution",
     "wide_grouped_convolution_backward": "grouped_convolution_backward",
@@ -36,6 +36,9 @@ BROADER: dict[str, KernelKind] = {
     "softmax": "norm",
     "softmax_backward": "norm_backward",
     "lookup": "gather",
+    "lookup_backward": "scatter",
+    "upsampling": "pooling",
+    "upsampling_backward": "pooling_backward",
     "fill": "copy",
 }
 """The kind whose curves stand for one that was not measured by itself."""

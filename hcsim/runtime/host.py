@@ -156,6 +156,8 @@ class KernelGroup(msgspec.Struct, frozen=True):
     dtype: str = "float32"
     signature: str = ""
     """The operation with its shapes, for a machine on which it was measured by itself."""
+    rows: float = 0.0
+    """What is summed up, normalised, or copied as one; 0 where that is not known."""
 
 
 class CodecCall(msgspec.Struct, frozen=True):

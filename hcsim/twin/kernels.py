@@ -50,7 +50,7 @@ Provenance: TypeAlias = Callable[[float], Basis]
 
 def training_step(block: Block, optimizer: Callable[..., torch.optim.Optimizer]) -> Callable[[], None]:
     """Return a training step of a block, which is on the device."""
-    module, inputs = block
+    module, inputs, clips = block
     if inputs.is_floating_point():
         inputs.requires_grad_()
     parameters = list(module.parameters())
@@ -62,6 +62,8 @@ def training_step(block: Block, optimizer: Callable[..., torch.optim.Optimizer])
         inputs.grad = None
         outputs = module(inputs)
         (outputs if outputs.dim() == 0 else outputs.square().mean()).backward()
+        if clips:
+            nn.utils.clip_grad_norm_(parameters, 1.0)
         if steps is not None:
             steps.step()
 
@@ -80,6 +82,8 @@ class TimedStep(msgspec.Struct):
 
     samples: list[Sample]
     steps: Steps
+    views: int = 0
+    """How many views the step makes."""
 
     def add(self, later: TimedStep) -> None:
         """Add the times of later repetitions."""
@@ -87,6 +91,7 @@ class TimedStep(msgspec.Struct):
         for sample, again in alike(self.samples, later.samples):
             sample.seconds.extend(again.seconds)
             sample.launches.extend(again.launches)
+            sample.gaps.extend(again.gaps)
 
 
 def time_blocks(device: str, timed: dict[int, TimedStep], *, every: int = 1, repeats: int = 3) -> dict[int, str]:
@@ -113,10 +118,10 @@ def time_blocks(device: str, timed: dict[int, TimedStep], *, every: int = 1, rep
 
 def time_step(step: Callable[[], object], device: str, *, repeats: int, warm_up: int = 1) -> TimedStep:
     """Time a step, and its kernels."""
-    samples = time_kernels(step, device, repeats=repeats, warm_up=warm_up)
+    samples, views = time_kernels(step, device, repeats=repeats, warm_up=warm_up)
     steps = time_steps(step, device, repeats=repeats, warm_up=0)
     time_queued(step, device, steps, len(samples))
-    return TimedStep(samples, steps)
+    return TimedStep(samples, steps, views)
 
 
 class Rest(NamedTuple):

@@ -92,7 +92,7 @@ def test_recorded_steps_of_an_asynchronous_device_are_predicted_by_the_longer_pa
 
 def test_a_step_has_the_kernels_that_it_launches_with_a_time_for_each_repetition():
     weights = torch.ones(8, 8, requires_grad=True)
-    samples = time_kernels(lambda: (weights @ weights).sum().backward(), repeats=3)
+    samples, _ = time_kernels(lambda: (weights @ weights).sum().backward(), repeats=3)
     assert [sample.kernel.kind for sample in samples].count("matmul") == 3
     assert all(len(sample.seconds) == 3 and min(sample.seconds) > 0 for sample in samples)
     curves = own_curves(samples, Rest(), provenance)

@@ -10,6 +10,7 @@ and causal attention does half of its products.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -179,6 +180,9 @@ class Kernel(NamedTuple):
     kernels of this kind."""
 
 
+VIEW = Kernel("view", 0.0, 0.0, "float32")
+
+
 def _indices(args: Sequence[Any], result: Any) -> float:
     return max((value.numel() for value in _tensors(args) if not value.dtype.is_floating_point), default=0)
 
@@ -302,21 +306,28 @@ class KernelTally:
 
     def __init__(self) -> None:
         self._groups: dict[tuple[str, int, int, int, str, str], list[float]] = {}
+        self._of_step: Counter[str] = Counter()
 
     def add(self, kernel: Kernel, signature: str = "") -> None:
         kind, flops, moved_bytes, dtype, rows = kernel
         bits = int(flops).bit_length(), int(moved_bytes).bit_length(), int(rows).bit_length()
-        sums = self._groups.setdefault((kind, *bits, dtype, signature), [0, 0.0, 0.0, 0.0])
+        self._of_step[kind] += 1
+        sums = self._groups.setdefault((kind, *bits, dtype, signature), [0, 0.0, 0.0, 0.0, 0.0])
         sums[0] += 1
         sums[1] += flops
         sums[2] += moved_bytes
         sums[3] += rows
+        sums[4] += 1 / self._of_step[kind]
+
+    def step_ended(self) -> None:
+        """Count the next kernels as those of another step."""
+        self._of_step.clear()
 
     def take(self) -> tuple[KernelGroup, ...]:
         """Return the groups, and begin anew."""
         groups = tuple(
-            KernelGroup(kind, flops / count, moved_bytes / count, int(count), dtype, signature, rows / count)
-            for (kind, _, _, _, dtype, signature), (count, flops, moved_bytes, rows) in self._groups.items()
+            KernelGroup(kind, flops / count, moved_bytes / count, int(count), dtype, signature, rows / count, colds)
+            for (kind, *_, dtype, signature), (count, flops, moved_bytes, rows, colds) in self._groups.items()
         )
         self._groups.clear()
         return groups

@@ -12,7 +12,7 @@ from experiments.compute.unseen import UNSEEN
 from hcsim.config import KernelCurve, Machine
 from hcsim.runtime.host import KernelGroup, Work
 from hcsim.runtime.work_time import KernelTimes, seconds
-from hcsim.torch_kernels import KernelTally
+from hcsim.torch_kernels import VIEW, KernelTally
 from hcsim.twin.kernels import Rest, TimedStep, kernels_of, own_curves
 from hcsim.twin.machine import measured_now
 from hcsim.twin.timing import summary
@@ -128,6 +128,8 @@ def _measured(name: str, timed: TimedStep, rest: Rest, device: str) -> Measured:
         kinds_s[sample.kernel.kind] = kinds_s.get(sample.kernel.kind, 0.0) + lasts_s
         tally.add(sample.kernel)
         signed.add(sample.kernel, sample.signature)
+    for _ in range(timed.views):
+        tally.add(VIEW)
     own_s = seconds(machine_with(curves, rest.step_s), Work(groups=signed.take(), steps=1))
     steps = timed.steps
     return Measured(name, tuple(steps.durations), tally.take(), own_s, kinds_s, tuple(steps.launches))

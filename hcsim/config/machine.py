@@ -50,6 +50,14 @@ BY_FLOPS: tuple[KernelKind, ...] = (
 """Kinds whose size is in FLOPs; that of the others is in bytes that are read or written."""
 
 
+def size_and_intensity(kind: str, flops: float, moved_bytes: float, rows: float) -> tuple[float, float]:
+    """Return what a kernel's time is looked up by: its size, and the FLOPs per byte, or the bytes per row where rows
+    matter, or else 0."""
+    if kind in BY_FLOPS:
+        return flops, max(flops, 1.0) / max(moved_bytes, 1.0)
+    return moved_bytes, max(moved_bytes, 1.0) / rows if rows else 0.0
+
+
 class Basis(Table, frozen=True):
     """Where a figure comes from, and how far it can be trusted."""
 
@@ -96,13 +104,16 @@ class KernelCurve(Table, frozen=True):
     dtype: str = "float32"
     basis: Basis = Basis("measured")
     intensity: Annotated[float, Meta(ge=0)] = 0.0
-    """The FLOPs per byte of the kernels that were measured; between several such curves of a kind is interpolated.
-    0: it is for all intensities."""
+    """The FLOPs per byte of the kernels that were measured, or their bytes per row; between several such curves of a
+    kind is interpolated. 0: it is for all intensities."""
     signature: str = ""
     """The one operation, with its shapes, that the curve is for; empty: for all of its kind."""
     launch_s: Seconds = Seconds(0)
     """What the host is busy for with the launch of one, while the device computes those before it; 0 where the host
     computes by itself, and its launches are part of the points."""
+    cold_s: Seconds = Seconds(0)
+    """How much longer the first kernel of the kind in a step takes, or its launch where there is one, since caches
+    are full of other things; the k-th takes a k-th part of it longer."""
 
     def __post_init__(self) -> None:
         _check_points(f"kernel {self.kind} {self.dtype}", self.points)

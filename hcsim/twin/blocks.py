@@ -186,7 +186,8 @@ def _recurrent(draw: _Draw) -> Block:
     """LSTMs and GRUs, of one layer or two, in one direction or both."""
     while True:
         samples, length, width, hidden = draw.batch(4, 64), draw.size(8, 128), draw.width(32, 512), draw.width(32, 512)
-        kind, layers, both = draw.one_of(nn.LSTM, nn.LSTM, nn.GRU), draw.one_of(1, 1, 2), draw.one_of(False, False, True)
+        kind, layers = draw.one_of(nn.LSTM, nn.LSTM, nn.GRU), draw.one_of(1, 1, 2)
+        both = draw.one_of(False, False, True)
         many = layers * (1 + both)
         if 8.0 * many * samples * length * hidden * (width + hidden) < draw.most_flops and many * length < 128:
             break
@@ -318,8 +319,9 @@ def _image_layer(draw: _Draw, width: int) -> Callable[[], nn.Module]:
     def inverted() -> nn.Module:
         wide = 4 * width
         gate = [_Gated(wide)] if gated else []
-        return _Residual(conv(width, wide, 1), nn.BatchNorm2d(wide), activation(), conv(wide, wide, window, wide),
-                         nn.BatchNorm2d(wide), activation(), *gate, conv(wide, width, 1), nn.BatchNorm2d(width))  # fmt: skip
+        return _Residual(conv(width, wide, 1), nn.BatchNorm2d(wide), activation(),
+                         conv(wide, wide, window, wide), nn.BatchNorm2d(wide), activation(), *gate,
+                         conv(wide, width, 1), nn.BatchNorm2d(width))  # fmt: skip
 
     def grouped() -> nn.Module:
         return _Residual(nn.GroupNorm(4, width), activation(), conv(width, width, 3),
@@ -357,7 +359,7 @@ class _Decoder(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         given = self.norm1(x)
-        q, k, v = (of(given).unflatten(-1, (self._heads, -1)).transpose(1, 2) for of in (self.query, self.key, self.value))
+        q, k, v = (self._split(of(given)) for of in (self.query, self.key, self.value))
         if self._fused:
             mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         else:
@@ -369,12 +371,16 @@ class _Decoder(nn.Module):
             wide = nn.functional.silu(self.gate(given)) * self.up(given)
         return x + self.dropout(self.down(wide))  # type: ignore[no-any-return]
 
+    def _split(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (self._heads, -1)).transpose(1, 2)
+
 
 def _transformer(draw: _Draw) -> Block:
     """Networks for sequences, of many small layers."""
     samples, length, heads, depth = draw.batch(1, 4), draw.size(8, 48, 8), draw.size(1, 4), draw.size(2, 10)
     width, words = heads * draw.one_of(16, 32), draw.size(64, 1024)
-    norm, gated, fused = draw.one_of(nn.LayerNorm, nn.LayerNorm, nn.RMSNorm), draw.one_of(True, False), draw.one_of(True, False)
+    norm = draw.one_of(nn.LayerNorm, nn.LayerNorm, nn.RMSNorm)
+    gated, fused = draw.one_of(True, False), draw.one_of(True, False)
     layers = (_Decoder(width, heads, norm, gated, fused) for _ in range(depth))
     codes = torch.randint(0, words, (samples, length))
     network = _Chain(nn.Embedding(words, width), *layers, norm(width), nn.Linear(width, words), _against(codes))
@@ -395,11 +401,12 @@ _FAMILIES: tuple[tuple[Callable[[_Draw], Block], int], ...] = (
 """Kinds of blocks, and how many of each are drawn."""
 
 
-def blocks(device: str = "cpu") -> Iterator[Block]:
-    """Yield all blocks, on the device, those of one family far from each other."""
-    draws = [_Draw(number, SCALES.get(device, 1)) for number in range(len(_FAMILIES))]
-    turns = [(turn / count, number) for number, (_, count) in enumerate(_FAMILIES) for turn in range(count)]
-    for _, number in sorted(turns):
+def blocks(device: str = "cpu", every: int = 1) -> Iterator[tuple[int, Block]]:
+    """Yield all blocks with their numbers, or one in `every`, on the device, those of one family far from each
+    other."""
+    turns = sorted((turn / count, number, turn) for number, (_, count) in enumerate(_FAMILIES) for turn in range(count))
+    for number, (_, family, turn) in list(enumerate(turns))[::every]:
+        draw = _Draw(1000 * family + turn, SCALES.get(device, 1))
         with torch.device(device):
-            block = _FAMILIES[number][0](draws[number])
-        yield block
+            block = _FAMILIES[family][0](draw)
+        yield number, block

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple, TypeAlias
 
@@ -32,7 +33,7 @@ import torch
 from torch import nn
 
 from hcsim.config import Basis, KernelCurve, KernelKind
-from hcsim.config.machine import BY_FLOPS
+from hcsim.config.machine import BY_FLOPS, size_and_intensity
 from hcsim.torch_kernels import Kernel
 from hcsim.twin.blocks import Block, blocks
 from hcsim.twin.stopwatch import ASYNCHRONOUS as ASYNCHRONOUS
@@ -94,18 +95,20 @@ class TimedStep(msgspec.Struct):
             sample.gaps.extend(again.gaps)
 
 
-def time_blocks(device: str, timed: dict[int, TimedStep], *, every: int = 1, repeats: int = 3) -> dict[int, str]:
+_REPEATS, _BLOCK_S = 3, 0.3
+"""How often a block's step is watched, and timed; less often where all would take longer than that."""
+
+
+def time_blocks(device: str, timed: dict[int, TimedStep], *, every: int = 1) -> dict[int, str]:
     """Time the steps of all blocks, or of one in `every`, and their kernels; add the times to those of earlier
     passes, by the block's number. Return why a block could not be timed: the device lacks an operation or memory."""
     failed: dict[int, str] = {}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        for number, block in enumerate(blocks(device)):
-            if number % every:
-                continue
+        for number, block in blocks(device, every):
             step = training_step(block, _OPTIMIZERS[number % len(_OPTIMIZERS)])
             try:
-                found = time_step(step, device, repeats=repeats)
+                found = time_step(step, device)
             except (RuntimeError, TypeError, AssertionError) as error:  # whatever torch raises for such devices
                 failed[number] = f"{type(error).__name__}: {error}"
                 continue
@@ -116,9 +119,11 @@ def time_blocks(device: str, timed: dict[int, TimedStep], *, every: int = 1, rep
     return failed
 
 
-def time_step(step: Callable[[], object], device: str, *, repeats: int, warm_up: int = 1) -> TimedStep:
+def time_step(step: Callable[[], object], device: str) -> TimedStep:
     """Time a step, and its kernels."""
-    samples, views = time_kernels(step, device, repeats=repeats, warm_up=warm_up)
+    (first_s,) = time_steps(step, device, repeats=1, warm_up=0).durations
+    repeats = max(1, min(_REPEATS, int(_BLOCK_S / (2 * first_s))))
+    samples, views = time_kernels(step, device, repeats=repeats, warm_up=0)
     steps = time_steps(step, device, repeats=repeats, warm_up=0)
     time_queued(step, device, steps, len(samples))
     return TimedStep(samples, steps, views)
@@ -134,6 +139,8 @@ class Rest(NamedTuple):
     """For each byte that a kernel moves: memory is handed back, and fetched again."""
     launch_s: float = 0.0
     """For each launch on an asynchronous device: what Python and autograd do before it."""
+    view_s: float = 0.0
+    """For each view, on the host's path."""
 
     def of(self, kernel: Kernel) -> float:
         return self.kernel_s + (0.0 if kernel.kind == "update" else self.byte_s * kernel.moved_bytes)
@@ -147,42 +154,48 @@ def rest_of(timed: Sequence[TimedStep]) -> Rest:
     """Return what explains best, by a robust regression, how much longer the blocks' steps take than their kernels,
     and their launches than the calls."""
     if not any(each.steps.launches for each in timed):
-        return Rest(*_beside([(each, each.steps.durations) for each in timed], _kernels_s, _constant, _count, _bytes))
+        steps = [(each, each.steps.durations) for each in timed]
+        step_s, kernel_s, byte_s, view_s = _beside(steps, _kernels_s, _constant, _count, _bytes, _views)
+        return Rest(step_s, kernel_s, byte_s, 0.0, view_s)
     launched = [(each, each.steps.launches) for each in timed]
     queued = [(each, each.steps.queued) for each in timed if each.steps.queued]
-    step_s, launch_s = _beside(launched, _launches_s, _constant, _count)
+    step_s, launch_s, view_s = _beside(launched, _launches_s, _constant, _count, _views)
     kernel_s, byte_s = _beside(queued, _kernels_s, _count, _bytes) if queued else (0.0, 0.0)
-    return Rest(step_s, kernel_s, byte_s, launch_s)
+    return Rest(step_s, kernel_s, byte_s, launch_s, view_s)
 
 
-_Feature: TypeAlias = Callable[[Sequence[Sample]], float]
+_Feature: TypeAlias = Callable[[TimedStep], float]
 
 
-def _constant(samples: Sequence[Sample]) -> float:
+def _constant(timed: TimedStep) -> float:
     return 1.0
 
 
-def _count(samples: Sequence[Sample]) -> float:
-    return float(len(samples))
+def _count(timed: TimedStep) -> float:
+    return float(len(timed.samples))
 
 
-def _bytes(samples: Sequence[Sample]) -> float:
-    return sum(sample.kernel.moved_bytes for sample in samples if sample.kernel.kind != "update")
+def _bytes(timed: TimedStep) -> float:
+    return sum(sample.kernel.moved_bytes for sample in timed.samples if sample.kernel.kind != "update")
 
 
-def _kernels_s(samples: Sequence[Sample]) -> float:
-    return sum(statistics.median(sample.seconds) for sample in samples)
+def _views(timed: TimedStep) -> float:
+    return float(timed.views)
 
 
-def _launches_s(samples: Sequence[Sample]) -> float:
-    return sum(statistics.median(sample.launches) for sample in samples)
+def _kernels_s(timed: TimedStep) -> float:
+    return sum(statistics.median(sample.seconds) for sample in timed.samples)
+
+
+def _launches_s(timed: TimedStep) -> float:
+    return sum(statistics.median(sample.launches) for sample in timed.samples)
 
 
 def _beside(timed: Sequence[tuple[TimedStep, list[float]]], known: _Feature, *features: _Feature) -> tuple[float, ...]:
     """Return for each feature what explains best how much longer the steps take than what is known of them."""
     lasted_s = np.array([statistics.median(durations) for _, durations in timed])
-    missing_s = lasted_s - np.array([known(each.samples) for each, _ in timed])
-    design = np.array([[feature(each.samples) for feature in features] for each, _ in timed])
+    missing_s = lasted_s - np.array([known(each) for each, _ in timed])
+    design = np.array([[feature(each) for feature in features] for each, _ in timed])
     kept = list(range(len(features)))
     while True:
         found = _robust(design[:, kept], missing_s, 1.0 / lasted_s)
@@ -210,50 +223,91 @@ _INTENSITIES = (10, 30, 50, 70, 90)
 """Percentiles of the intensities of a kind's kernels, at which there is a curve."""
 _FEWEST = 8
 """Kernels of a kind and a dtype below which there is no curve."""
+_MOST_CHECKED = 60
+"""Kernels of a kind, for the spread of its curve."""
 _SHORTEST_S = 1e-7
 """Of a kernel; what the host computes takes a GPU no time."""
 
 
-def curves_of(samples: Iterable[Sample], rest: Rest, basis: Provenance) -> tuple[KernelCurve, ...]:
-    """Return a curve for each kind, dtype, and intensity, through the medians of the samples, with their share of the
-    rest."""
-    by_kind: dict[tuple[KernelKind, str], list[Sample]] = {}
-    for sample in samples:
-        by_kind.setdefault((sample.kernel.kind, sample.kernel.dtype), []).append(sample)
+class _Point(NamedTuple):
+    """A kernel that was measured."""
+
+    signature: str
+    size: float
+    intensity: float
+    lasts_s: float
+    launch_s: float
+    cold: float
+    """1/k for the k-th kernel of its kind in a step."""
+
+
+def curves_of(steps: Iterable[Sequence[Sample]], rest: Rest, basis: Provenance) -> tuple[KernelCurve, ...]:
+    """Return a curve for each kind, dtype, and intensity, through the medians of the samples of steps, with their share
+    of the rest."""
+    by_kind: dict[tuple[KernelKind, str], list[_Point]] = {}
+    for samples in steps:
+        of_step: Counter[str] = Counter()
+        for sample in samples:
+            kind, flops, moved_bytes, dtype, rows = sample.kernel
+            of_step[kind] += 1
+            size, intensity = size_and_intensity(kind, flops, moved_bytes, rows)
+            lasts_s, launch_s = statistics.median(sample.seconds), rest.launch_of(sample)
+            point = _Point(sample.signature, max(size, 1.0), intensity, lasts_s, launch_s, 1 / of_step[kind])
+            by_kind.setdefault((kind, dtype), []).append(point)
     curves = []
     for (kind, dtype), found in sorted(by_kind.items()):
         if len(found) >= _FEWEST and "float" in dtype:  # others count as float32
             curves += _curves(kind, dtype, found, rest, basis)
+    if rest.view_s:
+        asynchronous = any(curve.launch_s for curve in curves)
+        launch_s, lasts_s = (rest.view_s, 0.0) if asynchronous else (0.0, rest.view_s)
+        curves.append(KernelCurve("view", ((1.0, lasts_s),), "float32", basis(0.0), launch_s=Seconds(launch_s)))
     return tuple(curves)
 
 
-def _curves(kind: KernelKind, dtype: str, samples: list[Sample], rest: Rest, basis: Provenance) -> list[KernelCurve]:
-    sizes = [sample.kernel.flops if kind in BY_FLOPS else sample.kernel.moved_bytes for sample in samples]
-    log_sizes = np.log(np.maximum(sizes, 1.0))
-    log_s = np.log([max(_SHORTEST_S, statistics.median(sample.seconds)) for sample in samples])
-    steps = max(1, math.ceil((log_sizes.max() - log_sizes.min()) / math.log(_SIZE_FACTOR)))
-    grid = np.unique(np.linspace(log_sizes.min(), log_sizes.max(), steps + 1).round(3))
-    if kind in BY_FLOPS:
-        log_intensities = np.log([max(s.kernel.flops, 1.0) / max(s.kernel.moved_bytes, 1.0) for s in samples])
-        levels = np.unique(np.percentile(log_intensities, _INTENSITIES).round(3))
-    else:
-        log_intensities, levels = np.zeros(len(samples)), np.zeros(1)
-    launch_s = Seconds(rounded(statistics.median(rest.launch_of(sample) for sample in samples)))
-    where = np.stack([log_sizes, log_intensities], axis=1)
-    residual = [abs(y - _smoothed(at, where, log_s)) for at, y in zip(where, log_s, strict=True)]
-    spread = float(np.percentile(residual, 80))
+def _curves(kind: KernelKind, dtype: str, points: list[_Point], rest: Rest, basis: Provenance) -> list[KernelCurve]:
+    launched = any(point.launch_s for point in points)
+    cold_s = _cold_s([point._replace(lasts_s=point.launch_s) for point in points] if launched else points)
+    launch_s = statistics.median(point.launch_s - point.cold * cold_s for point in points) if launched else 0.0
+    warm: dict[tuple[str, float, float], list[float]] = {}
+    for point in points:
+        lasts_s = point.lasts_s if launched else point.lasts_s - point.cold * cold_s
+        warm.setdefault((point.signature, point.size, point.intensity), []).append(max(_SHORTEST_S, lasts_s))
+    where = np.log([(size, max(intensity, 1e-9)) for _, size, intensity in warm])
+    log_s = np.log([statistics.median(each) for each in warm.values()])
+    lowest, highest = where[:, 0].min(), where[:, 0].max()
+    grid = np.linspace(lowest, highest, max(1, math.ceil((highest - lowest) / math.log(_SIZE_FACTOR))) + 1).round(3)
+    levels = np.unique(np.percentile(where[:, 1], _INTENSITIES).round(3))
+    checked = slice(None, None, 1 + len(log_s) // _MOST_CHECKED)
+    residual = [abs(y - _smoothed(at, where, log_s)) for at, y in zip(where[checked], log_s[checked], strict=True)]
+    provenance = basis(float(np.percentile(residual, 80)))
+    named = {"launch_s": Seconds(rounded(launch_s)), "cold_s": Seconds(rounded(cold_s))}
     curves = []
     for level in levels:
-        points = []
-        for log_size in grid:
+        along = []
+        for log_size in np.unique(grid):
             size, intensity = math.exp(log_size), math.exp(level)
-            moved_bytes = size / intensity if kind in BY_FLOPS else size
             lasts_s = math.exp(_smoothed(np.array([log_size, level]), where, log_s))
-            lasts_s += rest.of(Kernel(kind, size, moved_bytes, dtype))
-            points.append((float(f"{size:.4g}"), float(f"{lasts_s:.4g}")))
-        intensity = float(f"{math.exp(level):.4g}") if kind in BY_FLOPS else 0.0
-        curves.append(KernelCurve(kind, tuple(points), dtype, basis(spread), intensity, launch_s=launch_s))
+            lasts_s += rest.of(Kernel(kind, size, size / intensity if kind in BY_FLOPS else size, dtype))
+            along.append((float(f"{size:.4g}"), float(f"{lasts_s:.4g}")))
+        intensity = float(f"{math.exp(level):.4g}") if where[:, 1].max() > math.log(2e-9) else 0.0
+        curves.append(KernelCurve(kind, tuple(along), dtype, provenance, intensity, **named))
     return curves
+
+
+def _cold_s(points: Sequence[_Point]) -> float:
+    """Return how much longer the first kernel of a step takes than later ones, by those that are repeated in it with
+    the same shapes."""
+    repeated: dict[str, list[_Point]] = {}
+    for point in points:
+        repeated.setdefault(point.signature, []).append(point)
+    pairs = [(one, found[-1]) for found in repeated.values() for one in found[:-1] if one.cold > found[-1].cold]
+    if len(pairs) < _FEWEST:
+        return 0.0
+    design = np.array([[one.cold - last.cold] for one, last in pairs])
+    values = np.array([one.lasts_s - last.lasts_s for one, last in pairs])
+    weights = np.array([1 / max(last.lasts_s, _SHORTEST_S) for _, last in pairs])
+    return max(0.0, float(_robust(design, values, weights)[0]))
 
 
 _ENOUGH = 8.0
@@ -290,8 +344,8 @@ class MeasuredKernels(NamedTuple):
     rest: Rest
 
 
-_PASSES = (7, 1, 1)
-"""Which blocks are timed in each pass: one in so many. A slow moment of the machine hits few kernels in all."""
+_PASSES = (7, 1)
+"""Which blocks are timed in each pass: one in so many. A slow moment of the machine hits few kernels of each kind."""
 
 
 def measure_kernels(device: str, basis: Provenance) -> Iterator[MeasuredKernels]:
@@ -306,7 +360,7 @@ def measure_kernels(device: str, basis: Provenance) -> Iterator[MeasuredKernels]
 def kernels_of(timed: Sequence[TimedStep], basis: Provenance) -> MeasuredKernels:
     """Return the curves that follow from the blocks' steps."""
     rest = rest_of(timed)
-    return MeasuredKernels(curves_of((sample for each in timed for sample in each.samples), rest, basis), rest)
+    return MeasuredKernels(curves_of((each.samples for each in timed), rest, basis), rest)
 
 
 def own_curves(samples: Iterable[Sample], rest: Rest, basis: Provenance) -> tuple[KernelCurve, ...]:
@@ -317,7 +371,7 @@ def own_curves(samples: Iterable[Sample], rest: Rest, basis: Provenance) -> tupl
     curves = []
     for signature, found in by_signature.items():
         kernel = found[0].kernel
-        size = kernel.flops if kernel.kind in BY_FLOPS else kernel.moved_bytes
+        size, _ = size_and_intensity(*kernel[:3], kernel.rows)
         lasts_s = statistics.mean(statistics.median(sample.seconds) for sample in found) + rest.of(kernel)
         launch_s = Seconds(statistics.mean(map(rest.launch_of, found)))
         spread = statistics.mean(summary(sample.seconds).spread for sample in found)

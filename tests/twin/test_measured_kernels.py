@@ -31,7 +31,7 @@ def copies(sizes: list[float], seconds: list[float]) -> list[Sample]:
 
 def test_a_curve_goes_through_what_was_measured():
     sizes = [2.0**power for power in np.linspace(10, 24, 60)]
-    (curve,) = curves_of(copies(sizes, [5e-6 + size / 1e10 for size in sizes]), Rest(), provenance)
+    (curve,) = curves_of([copies(sizes, [5e-6 + size / 1e10 for size in sizes])], Rest(), provenance)
     assert all(earlier[0] < later[0] for earlier, later in pairwise(curve.points))
     for size in (3e3, 7e4, 1e6, 1e7):
         assert interpolated_s(curve.points, size) == pytest.approx(5e-6 + size / 1e10, rel=0.15)
@@ -42,7 +42,7 @@ def test_a_kernel_that_the_system_interrupted_does_not_bend_its_curve():
     sizes = [2.0**power for power in np.linspace(10, 24, 60)]
     seconds = [5e-6 + size / 1e10 for size in sizes]
     seconds[30] *= 50
-    (curve,) = curves_of(copies(sizes, seconds), Rest(), provenance)
+    (curve,) = curves_of([copies(sizes, seconds)], Rest(), provenance)
     assert interpolated_s(curve.points, sizes[30]) == pytest.approx(5e-6 + sizes[30] / 1e10, rel=0.3)
 
 
@@ -55,7 +55,7 @@ def test_the_rest_of_a_step_is_found_from_its_kernels_and_their_bytes():
     assert rest.step_s == pytest.approx(3e-4, rel=0.05)
     assert rest.kernel_s == pytest.approx(2e-6, rel=0.05)
     assert rest.byte_s == pytest.approx(1e-11, rel=0.05)
-    (curve,) = curves_of(copies([1e3] * 8, [1e-5] * 8), rest, provenance)
+    (curve,) = curves_of([copies([1e3] * 8, [1e-5] * 8)], rest, provenance)
     assert curve.points[0][1] == pytest.approx(1e-5 + 2e-6 + 1e-8, rel=0.01)
 
 
@@ -74,7 +74,7 @@ def test_launches_and_kernels_of_an_asynchronous_device_are_told_apart():
     assert rest.step_s == pytest.approx(1e-4, rel=0.05)
     assert rest.launch_s == pytest.approx(2e-6, rel=0.05)
     assert rest.kernel_s + 1e6 * rest.byte_s == pytest.approx(1e-6, rel=0.05)
-    (curve,) = curves_of(launched(8, 5e-6, 1e-4).samples, rest, provenance)
+    (curve,) = curves_of([launched(8, 5e-6, 1e-4).samples], rest, provenance)
     assert curve.launch_s == pytest.approx(7e-6, rel=0.05)
     assert curve.points[0][1] == pytest.approx(1e-4 + 1e-6, rel=0.05)
 

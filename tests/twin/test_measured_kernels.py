@@ -13,6 +13,7 @@ from experiments.compute.recorded import Recorded, read, write
 from hcsim.config import Basis
 from hcsim.config.machine import interpolated_s
 from hcsim.torch_kernels import Kernel
+from hcsim.twin.blocks import blocks
 from hcsim.twin.kernels import Rest, Sample, Steps, TimedStep, curves_of, own_curves, rest_of, time_kernels
 
 RECORDED = Path(__file__).with_name("compute.json")
@@ -57,6 +58,42 @@ def test_the_rest_of_a_step_is_found_from_its_kernels_and_their_bytes():
     assert rest.byte_s == pytest.approx(1e-11, rel=0.05)
     (curve,) = curves_of([copies([1e3] * 8, [1e-5] * 8)], rest, provenance)
     assert curve.points[0][1] == pytest.approx(1e-5 + 2e-6 + 1e-8, rel=0.01)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_what_the_first_kernels_of_a_step_take_longer_is_told_from_what_they_all_take(asynchronous: bool):
+    steps = []
+    for size in np.logspace(4, 6, 20):
+        steps.append(
+            copies([size] * 10, [size / 1e10 + 2e-5 + (0 if asynchronous else 3e-5 / k) for k in range(1, 11)])
+        )
+        if asynchronous:
+            for k, sample in enumerate(steps[-1], start=1):
+                sample.launches.append(1e-5 + 3e-5 / k)
+    (curve,) = curves_of(steps, Rest(), provenance)
+    assert curve.cold_s == pytest.approx(3e-5, rel=0.02)
+    assert curve.launch_s == pytest.approx(1e-5 if asynchronous else 0, rel=0.02)
+    for size in (2e4, 1e5, 7e5):
+        assert interpolated_s(curve.points, size) == pytest.approx(2e-5 + size / 1e10, rel=0.15)
+
+
+def test_views_are_found_from_steps_that_make_many():
+    timed = []
+    for count, views in ((10, 0), (50, 30), (100, 400), (20, 100), (70, 5)):
+        lasts_s = 1e-4 + count * 1e-5 + views * 3e-6
+        timed.append(TimedStep(copies([1e4] * count, [1e-5] * count), Steps([lasts_s]), views))
+    rest = rest_of(timed)
+    assert rest.view_s == pytest.approx(3e-6, rel=0.05)
+    curves = {curve.kind: curve for curve in curves_of([each.samples for each in timed], rest, provenance)}
+    assert curves["view"].points[0][1] == pytest.approx(3e-6, rel=0.05)
+
+
+def test_some_of_the_blocks_are_the_same_as_among_all():
+    some = {number: block for number, block in blocks(every=60)}
+    for number, block in some.items():
+        _, again = next(found for found in blocks(every=number or 300) if found[0] == number)
+        assert str(block.module) == str(again.module)
+        assert block.inputs.shape == again.inputs.shape
 
 
 def launched(count: int, launch_s: float, device_s: float) -> TimedStep:

@@ -89,7 +89,7 @@ def test_views_are_found_from_steps_that_make_many():
 
 
 def test_some_of_the_blocks_are_the_same_as_among_all():
-    some = {number: block for number, block in blocks(every=60)}
+    some = dict(blocks(every=60))
     for number, block in some.items():
         _, again = next(found for found in blocks(every=number or 300) if found[0] == number)
         assert str(block.module) == str(again.module)

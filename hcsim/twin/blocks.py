@@ -372,7 +372,7 @@ class _Decoder(nn.Module):
         return x + self.dropout(self.down(wide))  # type: ignore[no-any-return]
 
     def _split(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (self._heads, -1)).transpose(1, 2)
+        return x.view(*x.shape[:2], self._heads, -1).transpose(1, 2)
 
 
 def _transformer(draw: _Draw) -> Block:

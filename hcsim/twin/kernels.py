@@ -281,7 +281,7 @@ def _curves(kind: KernelKind, dtype: str, points: list[_Point], rest: Rest, basi
     checked = slice(None, None, 1 + len(log_s) // _MOST_CHECKED)
     residual = [abs(y - _smoothed(at, where, log_s)) for at, y in zip(where[checked], log_s[checked], strict=True)]
     provenance = basis(float(np.percentile(residual, 80)))
-    named = {"launch_s": Seconds(rounded(launch_s)), "cold_s": Seconds(rounded(cold_s))}
+    host = Seconds(rounded(launch_s)), Seconds(rounded(cold_s))
     curves = []
     for level in levels:
         along = []
@@ -291,7 +291,7 @@ def _curves(kind: KernelKind, dtype: str, points: list[_Point], rest: Rest, basi
             lasts_s += rest.of(Kernel(kind, size, size / intensity if kind in BY_FLOPS else size, dtype))
             along.append((float(f"{size:.4g}"), float(f"{lasts_s:.4g}")))
         intensity = float(f"{math.exp(level):.4g}") if where[:, 1].max() > math.log(2e-9) else 0.0
-        curves.append(KernelCurve(kind, tuple(along), dtype, provenance, intensity, **named))
+        curves.append(KernelCurve(kind, tuple(along), dtype, provenance, intensity, "", *host))
     return curves
 
 

@@ -317,7 +317,7 @@ class KernelTally:
         sums[1] += flops
         sums[2] += moved_bytes
         sums[3] += rows
-        sums[4] += 1 / self._of_step[kind]
+        sums[4] += self._of_step[kind] ** -0.5
 
     def step_ended(self) -> None:
         """Count the next kernels as those of another step."""

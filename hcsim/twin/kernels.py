@@ -219,8 +219,8 @@ def _robust(design: Array, values: Array, weights: Array) -> Array:
 
 _SIZE_FACTOR = 4.0
 """Between a curve's points."""
-_INTENSITIES = (10, 30, 50, 70, 90)
-"""Percentiles of the intensities of a kind's kernels, at which there is a curve."""
+_INTENSITIES, _MOST_INTENSE = 7, (2, 98)
+"""So many curves of a kind, evenly between these percentiles of the logarithms of its kernels' intensities."""
 _FEWEST = 8
 """Kernels of a kind and a dtype below which there is no curve."""
 _MOST_CHECKED = 60
@@ -238,7 +238,7 @@ class _Point(NamedTuple):
     lasts_s: float
     launch_s: float
     cold: float
-    """1/k for the k-th kernel of its kind in a step."""
+    """1/√k for the k-th kernel of its kind in a step."""
 
 
 def curves_of(steps: Iterable[Sequence[Sample]], rest: Rest, basis: Provenance) -> tuple[KernelCurve, ...]:
@@ -252,7 +252,7 @@ def curves_of(steps: Iterable[Sequence[Sample]], rest: Rest, basis: Provenance) 
             of_step[kind] += 1
             size, intensity = size_and_intensity(kind, flops, moved_bytes, rows)
             lasts_s, launch_s = statistics.median(sample.seconds), rest.launch_of(sample)
-            point = _Point(sample.signature, max(size, 1.0), intensity, lasts_s, launch_s, 1 / of_step[kind])
+            point = _Point(sample.signature, max(size, 1.0), intensity, lasts_s, launch_s, of_step[kind] ** -0.5)
             by_kind.setdefault((kind, dtype), []).append(point)
     curves = []
     for (kind, dtype), found in sorted(by_kind.items()):
@@ -277,7 +277,7 @@ def _curves(kind: KernelKind, dtype: str, points: list[_Point], rest: Rest, basi
     log_s = np.log([statistics.median(each) for each in warm.values()])
     lowest, highest = where[:, 0].min(), where[:, 0].max()
     grid = np.linspace(lowest, highest, max(1, math.ceil((highest - lowest) / math.log(_SIZE_FACTOR))) + 1).round(3)
-    levels = np.unique(np.percentile(where[:, 1], _INTENSITIES).round(3))
+    levels = np.unique(np.linspace(*np.percentile(where[:, 1], _MOST_INTENSE), _INTENSITIES).round(3))
     checked = slice(None, None, 1 + len(log_s) // _MOST_CHECKED)
     residual = [abs(y - _smoothed(at, where, log_s)) for at, y in zip(where[checked], log_s[checked], strict=True)]
     provenance = basis(float(np.percentile(residual, 80)))

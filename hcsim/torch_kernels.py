@@ -240,6 +240,8 @@ def kernel_of(operation: Operation, flops: float, moved_bytes: float, args: Sequ
     elif kind == "convolution_backward" and args[_GROUPS + 1] > 1:
         kind = _by_window("grouped_convolution_backward", args[2])
         flops = _grouped_flops(args[0], args[2]) * sum(args[-1][:2])
+    elif kind in _THIN and min(args[1 + (kind == "convolution_backward")].shape[:2]) < _FEW_CHANNELS:
+        kind = _THIN[kind]
     rows = _ROWS[kind](args, result) if kind in _ROWS else 0.0
     return Kernel(kind, flops, moved_bytes, dtype_of(result) or dtype_of(args) or "float32", float(rows))
 
@@ -248,6 +250,11 @@ _GROUPS = 8
 """The number of groups among the arguments of a convolution; its backward pass has it one later."""
 
 
+_FEW_CHANNELS = 8
+_THIN: dict[KernelKind, KernelKind] = {
+    "convolution": "thin_convolution",
+    "convolution_backward": "thin_convolution_backward",
+}
 _SMALL_WINDOW = 9
 _WIDE: dict[KernelKind, KernelKind] = {
     "grouped_convolution": "wide_grouped_convolution",

@@ -13,7 +13,7 @@ from hcsim.config import KernelCurve, Machine
 from hcsim.runtime.host import KernelGroup, Work
 from hcsim.runtime.work_time import KernelTimes, seconds
 from hcsim.torch_kernels import VIEW, KernelTally
-from hcsim.twin.kernels import Rest, TimedStep, kernels_of, own_curves
+from hcsim.twin.kernels import MeasuredKernels, TimedStep, kernels_of, own_curves
 from hcsim.twin.machine import measured_now
 from hcsim.twin.timing import summary
 from hcsim.units import ByteRate, FlopRate, Seconds
@@ -115,21 +115,24 @@ def machine_with(curves: tuple[KernelCurve, ...], step_s: float = 0.0) -> Machin
 def record_of(found: Recorded) -> Record:
     """Return what follows from the measurements."""
     kernels = kernels_of([found.blocks[number] for number in sorted(found.blocks)], measured_now(found.device))
-    models = tuple(_measured(name, each, kernels.rest, found.device) for name, each in found.models.items())
+    models = tuple(_measured(name, each, kernels, found.device) for name, each in found.models.items())
     return Record(found.threads, kernels.rest.step_s, kernels.curves, models, found.device)
 
 
-def _measured(name: str, timed: TimedStep, rest: Rest, device: str) -> Measured:
+def _measured(name: str, timed: TimedStep, machine: MeasuredKernels, device: str) -> Measured:
+    rest = machine.rest
     curves = own_curves(timed.samples, rest, measured_now(device))
+    curves += tuple(curve for curve in machine.curves if curve.kind == "view")
     tally, signed = KernelTally(), KernelTally()
     kinds_s: dict[str, float] = {}
     for sample in timed.samples:
-        lasts_s = statistics.median(sample.seconds) + rest.of(sample.kernel)
+        lasts_s = rest.with_share(statistics.median(sample.seconds), sample.kernel)
         kinds_s[sample.kernel.kind] = kinds_s.get(sample.kernel.kind, 0.0) + lasts_s
         tally.add(sample.kernel)
         signed.add(sample.kernel, sample.signature)
     for _ in range(timed.views):
         tally.add(VIEW)
+        signed.add(VIEW)
     own_s = seconds(machine_with(curves, rest.step_s), Work(groups=signed.take(), steps=1))
     steps = timed.steps
     return Measured(name, tuple(steps.durations), tally.take(), own_s, kinds_s, tuple(steps.launches))

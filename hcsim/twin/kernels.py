@@ -135,19 +135,23 @@ class Rest(NamedTuple):
     step_s: float = 0.0
     """On the host's path, where the device is asynchronous."""
     kernel_s: float = 0.0
+    """Less than nothing, if kernels are slower while they are watched."""
     byte_s: float = 0.0
     """For each byte that a kernel moves: memory is handed back, and fetched again."""
     launch_s: float = 0.0
-    """For each launch on an asynchronous device: what Python and autograd do before it."""
+    """For each launch on an asynchronous device: what Python and autograd do before it, less what watching costs."""
     view_s: float = 0.0
     """For each view, on the host's path."""
 
-    def of(self, kernel: Kernel) -> float:
-        return self.kernel_s + (0.0 if kernel.kind == "update" else self.byte_s * kernel.moved_bytes)
+    def with_share(self, lasts_s: float, kernel: Kernel) -> float:
+        """Return the time that was measured of a kernel, with its share of the rest."""
+        more_s = self.kernel_s + (0.0 if kernel.kind == "update" else self.byte_s * kernel.moved_bytes)
+        return lasts_s + max(more_s, -_MOST_WATCHED * lasts_s)
 
     def launch_of(self, sample: Sample) -> float:
         """Return what the launch costs the host; nothing where it computes by itself."""
-        return statistics.median(sample.launches) + self.launch_s if sample.launches else 0.0
+        measured_s = statistics.median(sample.launches) if sample.launches else 0.0
+        return measured_s + max(self.launch_s, -_MOST_WATCHED * measured_s) if measured_s else 0.0
 
 
 def rest_of(timed: Sequence[TimedStep]) -> Rest:
@@ -192,16 +196,18 @@ def _launches_s(timed: TimedStep) -> float:
 
 
 def _beside(timed: Sequence[tuple[TimedStep, list[float]]], known: _Feature, *features: _Feature) -> tuple[float, ...]:
-    """Return for each feature what explains best how much longer the steps take than what is known of them."""
+    """Return for each feature what explains best how much longer the steps take than what is known of them. Only what
+    is counted for each kernel may be negative: a kernel that is watched takes longer than others."""
     lasted_s = np.array([statistics.median(durations) for _, durations in timed])
     missing_s = lasted_s - np.array([known(each) for each, _ in timed])
     design = np.array([[feature(each) for feature in features] for each, _ in timed])
     kept = list(range(len(features)))
     while True:
         found = _robust(design[:, kept], missing_s, 1.0 / lasted_s)
-        if not kept or (found >= 0).all():
+        wrong = [number for number, value in zip(kept, found, strict=True) if value < 0 and features[number] is not _count]
+        if not wrong:
             break
-        kept.remove(kept[int(np.argmin(found * design[:, kept].mean(axis=0)))])
+        kept.remove(min(wrong, key=lambda number: found[kept.index(number)] * design[:, number].mean()))
     values = dict(zip(kept, map(float, found), strict=True))
     return tuple(values.get(number, 0.0) for number in range(len(features)))
 
@@ -225,6 +231,8 @@ _FEWEST = 8
 """Kernels of a kind and a dtype below which there is no curve."""
 _MOST_CHECKED = 60
 """Kernels of a kind, for the spread of its curve."""
+_MOST_WATCHED = 0.5
+"""The most that a kernel can be faster where nobody watches it."""
 _SHORTEST_S = 1e-7
 """Of a kernel; what the host computes takes a GPU no time."""
 
@@ -288,7 +296,7 @@ def _curves(kind: KernelKind, dtype: str, points: list[_Point], rest: Rest, basi
         for log_size in np.unique(grid):
             size, intensity = math.exp(log_size), math.exp(level)
             lasts_s = math.exp(_smoothed(np.array([log_size, level]), where, log_s))
-            lasts_s += rest.of(Kernel(kind, size, size / intensity if kind in BY_FLOPS else size, dtype))
+            lasts_s = rest.with_share(lasts_s, Kernel(kind, size, size / intensity if kind in BY_FLOPS else size, dtype))
             along.append((float(f"{size:.4g}"), float(f"{lasts_s:.4g}")))
         intensity = float(f"{math.exp(level):.4g}") if where[:, 1].max() > math.log(2e-9) else 0.0
         curves.append(KernelCurve(kind, tuple(along), dtype, provenance, intensity, "", *host))
@@ -372,9 +380,9 @@ def own_curves(samples: Iterable[Sample], rest: Rest, basis: Provenance) -> tupl
     for signature, found in by_signature.items():
         kernel = found[0].kernel
         size, _ = size_and_intensity(*kernel[:3], kernel.rows)
-        lasts_s = statistics.mean(statistics.median(sample.seconds) for sample in found) + rest.of(kernel)
-        launch_s = Seconds(statistics.mean(map(rest.launch_of, found)))
-        spread = statistics.mean(summary(sample.seconds).spread for sample in found)
+        lasts_s = rest.with_share(statistics.fmean(statistics.median(sample.seconds) for sample in found), kernel)
+        launch_s = Seconds(statistics.fmean(map(rest.launch_of, found)))
+        spread = statistics.fmean(summary(sample.seconds).spread for sample in found)
         curves.append(
             KernelCurve(
                 kernel.kind, ((size, lasts_s),), kernel.dtype, basis(spread), signature=signature, launch_s=launch_s

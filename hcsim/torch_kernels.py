@@ -115,7 +115,11 @@ def _kind(func: OpOverload, name: str) -> KernelKind:
         return "update" if name.endswith("_") else "elementwise"
     if torch.Tag.pointwise in func.tags and plain not in ("clone", "copy"):
         return "update" if name != plain else "elementwise"
-    return "copy"
+    return "elementwise" if name.endswith("_backward") and not name.startswith(_SCATTERED) else "copy"
+
+
+_SCATTERED = ("slice", "select", "diagonal", "unfold", "nll_loss")
+"""Operations whose backward passes write part of what is zero elsewhere."""
 
 
 def _by_formula(formula: Callable[..., Any]) -> Formula:
@@ -240,8 +244,8 @@ def kernel_of(operation: Operation, flops: float, moved_bytes: float, args: Sequ
     elif kind == "convolution_backward" and args[_GROUPS + 1] > 1:
         kind = _by_window("grouped_convolution_backward", args[2])
         flops = _grouped_flops(args[0], args[2]) * sum(args[-1][:2])
-    elif kind in _THIN and min(args[1 + (kind == "convolution_backward")].shape[:2]) < _FEW_CHANNELS:
-        kind = _THIN[kind]
+    elif kind == "convolution" or kind == "convolution_backward":
+        kind = _by_weight(kind, args[1 if kind == "convolution" else 2])
     rows = _ROWS[kind](args, result) if kind in _ROWS else 0.0
     return Kernel(kind, flops, moved_bytes, dtype_of(result) or dtype_of(args) or "float32", float(rows))
 
@@ -255,6 +259,10 @@ _THIN: dict[KernelKind, KernelKind] = {
     "convolution": "thin_convolution",
     "convolution_backward": "thin_convolution_backward",
 }
+_POINTWISE: dict[KernelKind, KernelKind] = {
+    "convolution": "pointwise_convolution",
+    "convolution_backward": "pointwise_convolution_backward",
+}
 _SMALL_WINDOW = 9
 _WIDE: dict[KernelKind, KernelKind] = {
     "grouped_convolution": "wide_grouped_convolution",
@@ -265,6 +273,13 @@ _WIDE: dict[KernelKind, KernelKind] = {
 def _by_window(kind: KernelKind, weight: Tensor) -> KernelKind:
     """Libraries have kernels of their own for windows of up to 3 × 3; the others are several times slower."""
     return _WIDE[kind] if weight[0, 0].numel() > _SMALL_WINDOW else kind
+
+
+def _by_weight(kind: KernelKind, weight: Tensor) -> KernelKind:
+    """Convolutions of single pixels are products, and those of few channels leave most of a vector unit idle."""
+    if min(weight.shape[:2]) < _FEW_CHANNELS:
+        return _THIN[kind]
+    return _POINTWISE[kind] if weight[0, 0].numel() == 1 else kind
 
 
 def _grouped_flops(outputs: Tensor, weight: Tensor) -> float:

@@ -22,18 +22,21 @@ from hcsim.units import ByteRate, Bytes, FlopRate, PositiveShare, Seconds
 KernelKind: TypeAlias = Literal[
     "matmul", "convolution", "convolution_backward", "grouped_convolution", "grouped_convolution_backward",
     "wide_grouped_convolution", "wide_grouped_convolution_backward", "thin_convolution", "thin_convolution_backward",
-    "attention", "attention_backward", "recurrent", "recurrent_backward", "elementwise", "transcendental", "gelu", "update", "batch_norm",
-    "batch_norm_backward", "norm", "norm_backward",
-    "softmax", "softmax_backward", "reduction", "pooling", "pooling_backward", "upsampling", "upsampling_backward",
+    "pointwise_convolution", "pointwise_convolution_backward", "attention", "attention_backward", "recurrent",
+    "recurrent_backward", "elementwise", "transcendental", "gelu", "update", "batch_norm", "batch_norm_backward",
+    "norm", "norm_backward", "softmax", "softmax_backward", "reduction", "pooling", "pooling_backward", "upsampling",
+    "upsampling_backward",
     "gather", "gather_backward", "lookup", "lookup_backward", "scatter", "copy", "fill", "random", "view",
 ]  # fmt: skip
-"""A wide convolution has windows of more than 3 × 3, a thin one fewer than 8 channels at either side, an update is in place, as an optimizer's are, and a lookup copies
-whole rows. A view moves nothing: it takes the host a moment, and the device no time."""
+"""A wide convolution has windows of more than 3 × 3, a pointwise one has windows of one pixel, and a thin one fewer than
+8 channels at either side. An update is in place, as an optimizer's are, and a lookup copies whole rows. A view moves nothing: it takes the host a moment, and the device no time."""
 BROADER: dict[str, KernelKind] = {
     "wide_grouped_convolution": "grouped_convolution",
     "wide_grouped_convolution_backward": "grouped_convolution_backward",
     "thin_convolution": "convolution",
     "thin_convolution_backward": "convolution_backward",
+    "pointwise_convolution": "convolution",
+    "pointwise_convolution_backward": "convolution_backward",
     "batch_norm_backward": "norm_backward",
     "softmax": "norm",
     "softmax_backward": "norm_backward",
@@ -47,7 +50,8 @@ BROADER: dict[str, KernelKind] = {
 BY_FLOPS: tuple[KernelKind, ...] = (
     "matmul", "convolution", "convolution_backward", "grouped_convolution", "grouped_convolution_backward",
     "wide_grouped_convolution", "wide_grouped_convolution_backward", "thin_convolution", "thin_convolution_backward",
-    "attention", "attention_backward", "recurrent", "recurrent_backward",
+    "pointwise_convolution", "pointwise_convolution_backward", "attention", "attention_backward", "recurrent",
+    "recurrent_backward",
 )  # fmt: skip
 """Kinds whose size is in FLOPs; that of the others is in bytes that are read or written."""
 

@@ -130,12 +130,20 @@ def test_a_signature_tells_shapes_strides_and_settings_apart():
 def test_a_tally_knows_which_kernels_of_a_step_were_the_first_of_their_kind():
     tally = KernelTally()
     for _ in range(2):
-        for kind in ("copy", "copy", "fill", "copy"):
+        for kind in ("copy", "copy", "fill", "copy", "copy"):
             tally.add(Kernel(kind, 0.0, 1000.0, "float32"))
         tally.step_ended()
-    assert {group.kind: group.colds for group in tally.take()} == pytest.approx(
-        {"copy": 2 * (1 + 1 / 2 + 1 / 3), "fill": 2.0}
-    )
+    copies = 2 * (1 + 2**-0.5 + 3**-0.5 + 4**-0.5)
+    assert {group.kind: group.colds for group in tally.take()} == pytest.approx({"copy": copies, "fill": 2.0})
+
+
+@pytest.mark.parametrize(("inputs", "window", "prefix"), [(16, 1, "pointwise_"), (3, 3, "thin_"), (16, 3, "")])
+def test_convolutions_of_single_pixels_and_of_few_channels_are_of_kinds_of_their_own(
+    inputs: int, window: int, prefix: str
+):
+    layer, images = nn.Conv2d(inputs, 16, window), torch.ones(1, inputs, 8, 8)
+    found = [kind for kind in kinds(lambda: layer(images).sum().backward()) if "convolution" in kind]
+    assert found == [f"{prefix}convolution", f"{prefix}convolution_backward"]
 
 
 def test_what_is_reduced_or_copied_as_one_is_a_row():

@@ -42,6 +42,14 @@ class Measured(msgspec.Struct, frozen=True):
         """Half of the distance between the tenth and the ninetieth percentile, relative to the median."""
         return summary(self.steps_s).spread
 
+    @property
+    def apart(self) -> float:
+        """How far the later half of its steps is from the earlier one, which is of another turn."""
+        half = len(self.steps_s) // 2
+        if not half:
+            return 0.0
+        return abs(statistics.median(self.steps_s[half:]) / statistics.median(self.steps_s[:half]) - 1)
+
 
 class Row(msgspec.Struct, frozen=True):
     """A line of the table: one prediction of one model's step."""
@@ -58,6 +66,8 @@ class Row(msgspec.Struct, frozen=True):
     launches_s: float
     """What the host takes for their launches; 0 where it computes by itself."""
     farthest: str
+    apart: float
+    """How far the same steps of two turns are apart, relative to the first."""
     unseen: bool
     """Whether nobody had looked at the model's errors when the kinds of kernels were chosen."""
 
@@ -93,7 +103,7 @@ class Record(msgspec.Struct, frozen=True):
         ):
             error = predicted_s / model.step_s - 1
             yield Row(self.on, model.model, method, model.step_s, model.spread, predicted_s, error,
-                      device_s, launches_s, farthest, model.model.split(" ×")[0] in UNSEEN)  # fmt: skip
+                      device_s, launches_s, farthest, model.apart, model.model.split(" ×")[0] in UNSEEN)  # fmt: skip
 
     def farthest(self, model: Measured) -> str:
         """Return the kind whose kernels' time is farthest from what the model's own took, with the difference."""

@@ -25,11 +25,12 @@ KernelKind: TypeAlias = Literal[
     "pointwise_convolution", "pointwise_convolution_backward", "attention", "attention_backward", "recurrent",
     "recurrent_backward", "elementwise", "transcendental", "gelu", "update", "batch_norm", "batch_norm_backward",
     "norm", "norm_backward", "softmax", "softmax_backward", "reduction", "pooling", "pooling_backward", "upsampling",
-    "upsampling_backward",
-    "gather", "gather_backward", "lookup", "lookup_backward", "scatter", "copy", "fill", "random", "view",
+    "upsampling_backward", "gather", "gather_backward", "lookup", "lookup_backward", "scatter", "copy", "fill",
+    "random", "view",
 ]  # fmt: skip
-"""A wide convolution has windows of more than 3 × 3, a pointwise one has windows of one pixel, and a thin one fewer than
-8 channels at either side. An update is in place, as an optimizer's are, and a lookup copies whole rows. A view moves nothing: it takes the host a moment, and the device no time."""
+"""A wide convolution has windows of more than 3 × 3, a pointwise one has windows of one pixel, and a thin one fewer
+than 8 channels at either side. An update is in place, as an optimizer's are, and a lookup copies whole rows. A view
+moves nothing: it takes the host a moment, and the device no time."""
 BROADER: dict[str, KernelKind] = {
     "wide_grouped_convolution": "grouped_convolution",
     "wide_grouped_convolution_backward": "grouped_convolution_backward",
@@ -119,7 +120,7 @@ class KernelCurve(Table, frozen=True):
     computes by itself, and its launches are part of the points."""
     cold_s: Seconds = Seconds(0)
     """How much longer the first kernel of the kind in a step takes, or its launch where there is one, since caches
-    are full of other things; the k-th takes a k-th part of it longer."""
+    are full of other things; the k-th takes this divided by √k longer."""
 
     def __post_init__(self) -> None:
         _check_points(f"kernel {self.kind} {self.dtype}", self.points)

@@ -159,7 +159,7 @@ class KernelGroup(msgspec.Struct, frozen=True):
     rows: float = 0.0
     """What is summed up, normalised, or copied as one; 0 where that is not known."""
     colds: float = 0.0
-    """The sum of 1/k over all of the group, of which each was the k-th of its kind in a step."""
+    """The sum of 1/√k over all of the group, of which each was the k-th of its kind in a step."""
 
 
 class CodecCall(msgspec.Struct, frozen=True):

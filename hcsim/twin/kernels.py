@@ -7,15 +7,20 @@ are drawn, log-uniformly and always the same, from the ranges that models use.
 
 A kind's curve goes through the medians of kernels of about the same size. Products, convolutions, attention and
 recurrent layers get a curve for each range of arithmetic intensity: a convolution of few channels does ten times fewer
-FLOPs in a second than one of many.
+FLOPs in a second than one of many. So do sums, norms and lookups for each range of bytes per row: many short rows are
+summed up faster than few long ones, or slower.
+
+The first kernel of a kind in a step finds the processor's caches full of other code, and later ones less and less so:
+the k-th takes cold / √k longer. On a GPU that is so of its launch. `cold` comes from kernels of the same shapes that a
+step repeats, most of all from small networks of many layers.
 
 On a device that computes while Python goes on, a step has two paths, and takes as long as the longer one: the device's
 kernels, and the host's launches of them. Both are measured, each without waiting for the other (`stopwatch`).
 
-A step takes longer than its kernels: Python calls modules, autograd keeps its graph, an optimizer goes through its
-parameters, and memory is handed back to the system. What that costs each step, each kernel and each byte is found by
-a regression over the blocks; the shares of kernels and bytes are part of the curves. On an asynchronous device most of
-it is on the host's path.
+A step takes longer than its kernels: Python calls modules, autograd keeps its graph, views are made, an optimizer goes
+through its parameters, and memory is handed back to the system. And it takes less, since kernels are slower while each
+is watched. What that is for each step, kernel, byte and view is found by a regression over the blocks; the shares of
+kernels and bytes are part of the curves. On an asynchronous device most of it is on the host's path.
 """
 
 from __future__ import annotations
@@ -204,10 +209,11 @@ def _beside(timed: Sequence[tuple[TimedStep, list[float]]], known: _Feature, *fe
     kept = list(range(len(features)))
     while True:
         found = _robust(design[:, kept], missing_s, 1.0 / lasted_s)
-        wrong = [number for number, value in zip(kept, found, strict=True) if value < 0 and features[number] is not _count]
+        shares = {number: value * design[:, number].mean() for number, value in zip(kept, found, strict=True)}
+        wrong = [number for number, share in shares.items() if share < 0 and features[number] is not _count]
         if not wrong:
             break
-        kept.remove(min(wrong, key=lambda number: found[kept.index(number)] * design[:, number].mean()))
+        kept.remove(min(wrong, key=shares.__getitem__))
     values = dict(zip(kept, map(float, found), strict=True))
     return tuple(values.get(number, 0.0) for number in range(len(features)))
 
@@ -285,7 +291,8 @@ def _curves(kind: KernelKind, dtype: str, points: list[_Point], rest: Rest, basi
     log_s = np.log([statistics.median(each) for each in warm.values()])
     lowest, highest = where[:, 0].min(), where[:, 0].max()
     grid = np.linspace(lowest, highest, max(1, math.ceil((highest - lowest) / math.log(_SIZE_FACTOR))) + 1).round(3)
-    levels = np.unique(np.linspace(*np.percentile(where[:, 1], _MOST_INTENSE), _INTENSITIES).round(3))
+    least, most = np.percentile(where[:, 1], _MOST_INTENSE)
+    levels = np.unique(np.linspace(least, most, _INTENSITIES).round(3))
     checked = slice(None, None, 1 + len(log_s) // _MOST_CHECKED)
     residual = [abs(y - _smoothed(at, where, log_s)) for at, y in zip(where[checked], log_s[checked], strict=True)]
     provenance = basis(float(np.percentile(residual, 80)))
@@ -296,7 +303,8 @@ def _curves(kind: KernelKind, dtype: str, points: list[_Point], rest: Rest, basi
         for log_size in np.unique(grid):
             size, intensity = math.exp(log_size), math.exp(level)
             lasts_s = math.exp(_smoothed(np.array([log_size, level]), where, log_s))
-            lasts_s = rest.with_share(lasts_s, Kernel(kind, size, size / intensity if kind in BY_FLOPS else size, dtype))
+            moved_bytes = size / intensity if kind in BY_FLOPS else size
+            lasts_s = rest.with_share(lasts_s, Kernel(kind, size, moved_bytes, dtype))
             along.append((float(f"{size:.4g}"), float(f"{lasts_s:.4g}")))
         intensity = float(f"{math.exp(level):.4g}") if where[:, 1].max() > math.log(2e-9) else 0.0
         curves.append(KernelCurve(kind, tuple(along), dtype, provenance, intensity, "", *host))

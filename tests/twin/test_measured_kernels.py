@@ -65,11 +65,11 @@ def test_what_the_first_kernels_of_a_step_take_longer_is_told_from_what_they_all
     steps = []
     for size in np.logspace(4, 6, 20):
         steps.append(
-            copies([size] * 10, [size / 1e10 + 2e-5 + (0 if asynchronous else 3e-5 / k) for k in range(1, 11)])
+            copies([size] * 10, [size / 1e10 + 2e-5 + (0 if asynchronous else 3e-5 / k**0.5) for k in range(1, 11)])
         )
         if asynchronous:
             for k, sample in enumerate(steps[-1], start=1):
-                sample.launches.append(1e-5 + 3e-5 / k)
+                sample.launches.append(1e-5 + 3e-5 / k**0.5)
     (curve,) = curves_of(steps, Rest(), provenance)
     assert curve.cold_s == pytest.approx(3e-5, rel=0.02)
     assert curve.launch_s == pytest.approx(1e-5 if asynchronous else 0, rel=0.02)

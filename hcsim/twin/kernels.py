@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import math
 import statistics
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple, TypeAlias
@@ -104,13 +105,22 @@ _REPEATS, _BLOCK_S = 3, 0.3
 """How often a block's step is watched, and timed; less often where all would take longer than that."""
 
 
-def time_blocks(device: str, timed: dict[int, TimedStep], *, every: int = 1) -> dict[int, str]:
+_FEWEST_BLOCKS = 24
+"""Of each pass, however long they take."""
+
+
+def time_blocks(
+    device: str, timed: dict[int, TimedStep], *, every: int = 1, limit_s: float = math.inf
+) -> dict[int, str]:
     """Time the steps of all blocks, or of one in `every`, and their kernels; add the times to those of earlier
     passes, by the block's number. Return why a block could not be timed: the device lacks an operation or memory."""
     failed: dict[int, str] = {}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        for number, block in blocks(device, every):
+        began_s = time.perf_counter()
+        for turn, (number, block) in enumerate(blocks(device, every)):
+            if turn >= _FEWEST_BLOCKS and time.perf_counter() - began_s > limit_s:
+                break
             step = training_step(block, _OPTIMIZERS[number % len(_OPTIMIZERS)])
             try:
                 found = time_step(step, device)
@@ -360,16 +370,17 @@ class MeasuredKernels(NamedTuple):
     rest: Rest
 
 
-_PASSES = (7, 1)
-"""Which blocks are timed in each pass: one in so many. A slow moment of the machine hits few kernels of each kind."""
+_PASSES = ((7, 10.0), (1, 45.0))
+"""Which blocks are timed in each pass: one in so many, for about so many seconds. On a machine that is busy or slow the
+last ones of each family are left out. A slow moment of the machine hits few kernels of each kind."""
 
 
 def measure_kernels(device: str, basis: Provenance) -> Iterator[MeasuredKernels]:
     """Measure this machine's kernels, with as many threads as torch has, in less than a minute; yield what is known
     after each pass. `basis` makes the provenance from the spread."""
     timed: dict[int, TimedStep] = {}
-    for every in _PASSES:
-        time_blocks(device, timed, every=every)
+    for every, limit_s in _PASSES:
+        time_blocks(device, timed, every=every, limit_s=limit_s)
         yield kernels_of(list(timed.values()), basis)
 
 

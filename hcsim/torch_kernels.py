@@ -10,7 +10,8 @@ and causal attention does half of its products.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -47,9 +48,8 @@ _BY_PART: tuple[tuple[str, KernelKind, KernelKind], ...] = (
     ("rms_norm", "norm", "norm_backward"),
     ("softmax", "softmax", "softmax_backward"),
     ("_pool", "pooling", "pooling_backward"),
-    ("upsample", "pooling", "pooling_backward"),
-    ("embedding_dense_backward", "scatter", "scatter"),
-    ("embedding", "lookup", "scatter"),
+    ("upsample", "upsampling", "upsampling_backward"),
+    ("embedding", "lookup", "lookup_backward"),
     ("_fused_adam", "update", "update"),
     ("_fused_sgd", "update", "update"),
 )
@@ -92,7 +92,7 @@ def operation_of(func: OpOverload) -> Operation | None:
     if func.namespace in _FREE_NAMESPACES or name in _FREE or name.startswith("sym_"):
         return None
     if any(value.alias_info is not None and not value.alias_info.is_write for value in func._schema.returns):
-        return None
+        return _VIEW
     kind = _kind(func, name)
     names = [argument.name for argument in func._schema.arguments]
     causal_at = names.index("is_causal") if "is_causal" in names else None
@@ -115,7 +115,11 @@ def _kind(func: OpOverload, name: str) -> KernelKind:
         return "update" if name.endswith("_") else "elementwise"
     if torch.Tag.pointwise in func.tags and plain not in ("clone", "copy"):
         return "update" if name != plain else "elementwise"
-    return "copy"
+    return "elementwise" if name.endswith("_backward") and not name.startswith(_SCATTERED) else "copy"
+
+
+_SCATTERED = ("slice", "select", "diagonal", "unfold", "nll_loss")
+"""Operations whose backward passes write part of what is zero elsewhere."""
 
 
 def _by_formula(formula: Callable[..., Any]) -> Formula:
@@ -154,6 +158,8 @@ def size_bytes(values: Any) -> int:
     return total
 
 
+_VIEW = Operation("view", _no_flops)
+
 _MOVED: dict[str, Callable[[Sequence[Any], Any], int]] = {
     "gather": lambda args, result: 2 * size_bytes(result),
     "lookup": lambda args, result: 2 * size_bytes(result),
@@ -173,6 +179,55 @@ class Kernel(NamedTuple):
     flops: float
     moved_bytes: float
     dtype: str
+    rows: float = 0.0
+    """What is summed up, normalised, or copied as one: sums, channels, rows. 0: rows do not matter to
+    kernels of this kind."""
+
+
+VIEW = Kernel("view", 0.0, 0.0, "float32")
+
+
+def _indices(args: Sequence[Any], result: Any) -> float:
+    return max((value.numel() for value in _tensors(args) if not value.dtype.is_floating_point), default=0)
+
+
+def _tensors(values: Any) -> Iterator[Tensor]:
+    if isinstance(values, Tensor):
+        yield values
+    elif isinstance(values, tuple | list):
+        for value in values:
+            yield from _tensors(value)
+
+
+def _means(values: Sequence[Any]) -> float:
+    """Return how many numbers a normalisation keeps for its backward pass, one for each row."""
+    return next((value.numel() for value in _tensors(values)), 0)
+
+
+def _channels(args: Sequence[Any], result: Any) -> float:
+    return args[0].shape[1] if args[0].dim() > 1 else 0
+
+
+def _vectors(args: Sequence[Any], result: Any) -> float:
+    """Return the number of vectors that a softmax is over."""
+    dimension = next((value for value in args if isinstance(value, int)), -1)
+    return args[0].numel() / max(1, args[0].shape[dimension]) if args[0].dim() else 1
+
+
+_ROWS: dict[KernelKind, Callable[[Sequence[Any], Any], float]] = {
+    "batch_norm": _channels,
+    "batch_norm_backward": _channels,
+    "norm": lambda args, result: _means(result[1:]),
+    "norm_backward": lambda args, result: _means(args[2:]),
+    "softmax": _vectors,
+    "softmax_backward": _vectors,
+    "reduction": lambda args, result: _means([result]),
+    "gather": _indices,
+    "gather_backward": _indices,
+    "lookup": _indices,
+    "lookup_backward": _indices,
+    "scatter": _indices,
+}
 
 
 def kernel_of(operation: Operation, flops: float, moved_bytes: float, args: Sequence[Any], result: Any) -> Kernel:
@@ -189,13 +244,25 @@ def kernel_of(operation: Operation, flops: float, moved_bytes: float, args: Sequ
     elif kind == "convolution_backward" and args[_GROUPS + 1] > 1:
         kind = _by_window("grouped_convolution_backward", args[2])
         flops = _grouped_flops(args[0], args[2]) * sum(args[-1][:2])
-    return Kernel(kind, flops, moved_bytes, dtype_of(result) or dtype_of(args) or "float32")
+    elif kind == "convolution" or kind == "convolution_backward":
+        kind = _by_weight(kind, args[1 if kind == "convolution" else 2])
+    rows = _ROWS[kind](args, result) if kind in _ROWS else 0.0
+    return Kernel(kind, flops, moved_bytes, dtype_of(result) or dtype_of(args) or "float32", float(rows))
 
 
 _GROUPS = 8
 """The number of groups among the arguments of a convolution; its backward pass has it one later."""
 
 
+_FEW_CHANNELS = 8
+_THIN: dict[KernelKind, KernelKind] = {
+    "convolution": "thin_convolution",
+    "convolution_backward": "thin_convolution_backward",
+}
+_POINTWISE: dict[KernelKind, KernelKind] = {
+    "convolution": "pointwise_convolution",
+    "convolution_backward": "pointwise_convolution_backward",
+}
 _SMALL_WINDOW = 9
 _WIDE: dict[KernelKind, KernelKind] = {
     "grouped_convolution": "wide_grouped_convolution",
@@ -206,6 +273,13 @@ _WIDE: dict[KernelKind, KernelKind] = {
 def _by_window(kind: KernelKind, weight: Tensor) -> KernelKind:
     """Libraries have kernels of their own for windows of up to 3 × 3; the others are several times slower."""
     return _WIDE[kind] if weight[0, 0].numel() > _SMALL_WINDOW else kind
+
+
+def _by_weight(kind: KernelKind, weight: Tensor) -> KernelKind:
+    """Convolutions of single pixels are products, and those of few channels leave most of a vector unit idle."""
+    if min(weight.shape[:2]) < _FEW_CHANNELS:
+        return _THIN[kind]
+    return _POINTWISE[kind] if weight[0, 0].numel() == 1 else kind
 
 
 def _grouped_flops(outputs: Tensor, weight: Tensor) -> float:
@@ -253,24 +327,29 @@ class KernelTally:
     """Kernels summed up by kind, dtype and size: those of one group are less than a factor of two apart."""
 
     def __init__(self) -> None:
-        self._groups: dict[tuple[str, int, int, str, str], list[float]] = {}
+        self._groups: dict[tuple[str, int, int, int, str, str], list[float]] = {}
+        self._of_step: Counter[str] = Counter()
 
     def add(self, kernel: Kernel, signature: str = "") -> None:
-        kind, flops, moved_bytes, dtype = kernel
-        key = (kind, int(flops).bit_length(), int(moved_bytes).bit_length(), dtype, signature)
-        sums = self._groups.get(key)
-        if sums is None:
-            self._groups[key] = [1, flops, moved_bytes]
-        else:
-            sums[0] += 1
-            sums[1] += flops
-            sums[2] += moved_bytes
+        kind, flops, moved_bytes, dtype, rows = kernel
+        bits = int(flops).bit_length(), int(moved_bytes).bit_length(), int(rows).bit_length()
+        self._of_step[kind] += 1
+        sums = self._groups.setdefault((kind, *bits, dtype, signature), [0, 0.0, 0.0, 0.0, 0.0])
+        sums[0] += 1
+        sums[1] += flops
+        sums[2] += moved_bytes
+        sums[3] += rows
+        sums[4] += self._of_step[kind] ** -0.5
+
+    def step_ended(self) -> None:
+        """Count the next kernels as those of another step."""
+        self._of_step.clear()
 
     def take(self) -> tuple[KernelGroup, ...]:
         """Return the groups, and begin anew."""
         groups = tuple(
-            KernelGroup(kind, flops / count, moved_bytes / count, int(count), dtype, signature)
-            for (kind, _, _, dtype, signature), (count, flops, moved_bytes) in self._groups.items()
+            KernelGroup(kind, flops / count, moved_bytes / count, int(count), dtype, signature, rows / count, colds)
+            for (kind, *_, dtype, signature), (count, flops, moved_bytes, rows, colds) in self._groups.items()
         )
         self._groups.clear()
         return groups
@@ -314,12 +393,17 @@ class KernelMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             operation = self._operations[func]
         except KeyError:
             operation = self._operations[func] = operation_of(func)
-        if operation is None:
+        if operation is None or operation is _VIEW:
+            if operation is not None:
+                self.viewed()
             return func(*args, **kwargs) if kwargs else func(*args)
         if operation.composite:
             with self:
                 return func.decompose(*args, **(kwargs or {}))
         return self.launch(func, operation, args, kwargs or {})
+
+    def viewed(self) -> None:
+        """Notice a view."""
 
     def launch(self, func: OpOverload, operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the operation, and return its result."""

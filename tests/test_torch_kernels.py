@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -42,7 +43,7 @@ def test_a_product_has_the_flops_and_bytes_of_its_matrices():
 
 def test_a_gather_moves_the_rows_that_it_takes():
     table, rows = torch.ones(1000, 8), torch.zeros(5, dtype=torch.int64)
-    assert seen(lambda: table[rows]).kernels == [Kernel("gather", 0.0, 2 * 4 * 5 * 8, "float32")]
+    assert seen(lambda: table[rows]).kernels == [Kernel("gather", 0.0, 2 * 4 * 5 * 8, "float32", 5)]
 
 
 def test_a_kernel_moves_the_bytes_that_it_reads_or_writes():
@@ -124,3 +125,39 @@ def test_a_signature_tells_shapes_strides_and_settings_apart():
     names = seen(lambda: (x.sum(0), x.sum(1), x.t().clone(), x.clone())).signatures
     assert len(dict.fromkeys(names)) == 4
     assert seen(lambda: x.sum(0)).signatures == names[:1]
+
+
+def test_a_tally_knows_which_kernels_of_a_step_were_the_first_of_their_kind():
+    tally = KernelTally()
+    for _ in range(2):
+        for kind in ("copy", "copy", "fill", "copy", "copy"):
+            tally.add(Kernel(kind, 0.0, 1000.0, "float32"))
+        tally.step_ended()
+    copies = 2 * (1 + 2**-0.5 + 3**-0.5 + 4**-0.5)
+    assert {group.kind: group.colds for group in tally.take()} == pytest.approx({"copy": copies, "fill": 2.0})
+
+
+@pytest.mark.parametrize(("inputs", "window", "prefix"), [(16, 1, "pointwise_"), (3, 3, "thin_"), (16, 3, "")])
+def test_convolutions_of_single_pixels_and_of_few_channels_are_of_kinds_of_their_own(
+    inputs: int, window: int, prefix: str
+):
+    layer, images = nn.Conv2d(inputs, 16, window), torch.ones(1, inputs, 8, 8)
+    found = [kind for kind in kinds(lambda: layer(images).sum().backward()) if "convolution" in kind]
+    assert found == [f"{prefix}convolution", f"{prefix}convolution_backward"]
+
+
+def test_what_is_reduced_or_copied_as_one_is_a_row():
+    x, codes = torch.ones(2, 6, 4, 5, requires_grad=True), torch.tensor([[1, 0, 1]])
+
+    def rows(function: Callable[[], object]) -> set[tuple[str, float]]:
+        return {(kernel.kind, kernel.rows) for kernel in seen(function).kernels if kernel.rows}
+
+    assert rows(lambda: x.sum((0, 2))) == {("reduction", 6 * 5)}
+    assert rows(lambda: x.softmax(1)) == {("softmax", 2 * 4 * 5)}
+    norms = ((nn.BatchNorm2d(6), "batch_norm", 6), (nn.LayerNorm(5), "norm", 48), (nn.GroupNorm(3, 6), "norm", 6))
+    for layer, kind, count in norms:
+        found = rows(partial(lambda layer: layer(x).backward(torch.ones_like(x)), layer))
+        assert {(kind, count), (f"{kind}_backward", count)} <= found
+    table = nn.Embedding(4, 8)
+    found = rows(lambda: table(codes).backward(torch.ones(1, 3, 8)))
+    assert found == {("lookup", 3), ("lookup_backward", 3)}

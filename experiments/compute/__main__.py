@@ -7,7 +7,8 @@
 The machine's kernel curves are measured by `hcsim.twin.kernels`, in turns with the steps of the models and with the
 kernels of these steps: on a processor once for each number of threads, on a GPU for small batches and for large ones.
 A step is predicted twice: from the kinds and sizes of its kernels by the machine's curves, and, with `--own-kernels`,
-by the times of its own. Nothing is fitted to the steps, and of some models nobody looked at the errors before the kinds
+by the times of its own. No prediction can be nearer than the same steps are to themselves: how far those of two turns
+are apart is told, too. Nothing is fitted to the steps, and of some models nobody looked at the errors before the kinds
 of kernels were chosen. The machine should have nothing else to do.
 
 The file of `--json` is written anew after each model, and has all that was measured: `--from` computes the table of it
@@ -120,13 +121,16 @@ def show(rows: list[Row]) -> None:
                       f"{1e3 * row.predicted_s:.1f} ms", launches, f"{row.error:+.1%}", row.farthest)  # fmt: skip
     console = Console()
     console.print(shown)
-    groups: dict[tuple[str, str, bool], list[float]] = {}
+    groups: dict[str, list[float]] = {}
     for row in rows:
-        groups.setdefault((row.on, row.method, row.unseen), []).append(abs(row.error))
-    for (on, method, unseen), errors in groups.items():
-        p90 = statistics.quantiles(errors, n=10, method="inclusive")[-1] if len(errors) > 1 else errors[0]
-        models = f"{len(errors)} models" + (" that nobody looked at" if unseen else "")
-        console.print(f"{on}, {method}, {models}: median {statistics.median(errors):.1%}, p90 {p90:.1%}")
+        models = "models that nobody looked at" if row.unseen else "models"
+        groups.setdefault(f"{row.on}, {row.method}, {{}} {models}", []).append(abs(row.error))
+    for on in dict.fromkeys(row.on for row in rows):
+        apart = {row.model: row.apart for row in rows if row.on == on}
+        groups[f"{on}, steps of {{}} models in another turn"] = list(apart.values())
+    for title, found in groups.items():
+        p90 = statistics.quantiles(found, n=10, method="inclusive")[-1] if len(found) > 1 else found[0]
+        console.print(f"{title.format(len(found))}: median {statistics.median(found):.1%}, p90 {p90:.1%}")
 
 
 if __name__ == "__main__":

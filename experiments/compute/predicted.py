@@ -12,8 +12,8 @@ from experiments.compute.unseen import UNSEEN
 from hcsim.config import KernelCurve, Machine
 from hcsim.runtime.host import KernelGroup, Work
 from hcsim.runtime.work_time import KernelTimes, seconds
-from hcsim.torch_kernels import KernelTally
-from hcsim.twin.kernels import Rest, TimedStep, kernels_of, own_curves
+from hcsim.torch_kernels import VIEW, KernelTally
+from hcsim.twin.kernels import MeasuredKernels, TimedStep, kernels_of, own_curves
 from hcsim.twin.machine import measured_now
 from hcsim.twin.timing import summary
 from hcsim.units import ByteRate, FlopRate, Seconds
@@ -42,6 +42,14 @@ class Measured(msgspec.Struct, frozen=True):
         """Half of the distance between the tenth and the ninetieth percentile, relative to the median."""
         return summary(self.steps_s).spread
 
+    @property
+    def apart(self) -> float:
+        """How far the later half of its steps is from the earlier one, which is of another turn."""
+        half = len(self.steps_s) // 2
+        if not half:
+            return 0.0
+        return abs(statistics.median(self.steps_s[half:]) / statistics.median(self.steps_s[:half]) - 1)
+
 
 class Row(msgspec.Struct, frozen=True):
     """A line of the table: one prediction of one model's step."""
@@ -58,6 +66,8 @@ class Row(msgspec.Struct, frozen=True):
     launches_s: float
     """What the host takes for their launches; 0 where it computes by itself."""
     farthest: str
+    apart: float
+    """How far the same steps of two turns are apart, relative to the first."""
     unseen: bool
     """Whether nobody had looked at the model's errors when the kinds of kernels were chosen."""
 
@@ -93,7 +103,7 @@ class Record(msgspec.Struct, frozen=True):
         ):
             error = predicted_s / model.step_s - 1
             yield Row(self.on, model.model, method, model.step_s, model.spread, predicted_s, error,
-                      device_s, launches_s, farthest, model.model.split(" ×")[0] in UNSEEN)  # fmt: skip
+                      device_s, launches_s, farthest, model.apart, model.model.split(" ×")[0] in UNSEEN)  # fmt: skip
 
     def farthest(self, model: Measured) -> str:
         """Return the kind whose kernels' time is farthest from what the model's own took, with the difference."""
@@ -115,19 +125,24 @@ def machine_with(curves: tuple[KernelCurve, ...], step_s: float = 0.0) -> Machin
 def record_of(found: Recorded) -> Record:
     """Return what follows from the measurements."""
     kernels = kernels_of([found.blocks[number] for number in sorted(found.blocks)], measured_now(found.device))
-    models = tuple(_measured(name, each, kernels.rest, found.device) for name, each in found.models.items())
+    models = tuple(_measured(name, each, kernels, found.device) for name, each in found.models.items())
     return Record(found.threads, kernels.rest.step_s, kernels.curves, models, found.device)
 
 
-def _measured(name: str, timed: TimedStep, rest: Rest, device: str) -> Measured:
+def _measured(name: str, timed: TimedStep, machine: MeasuredKernels, device: str) -> Measured:
+    rest = machine.rest
     curves = own_curves(timed.samples, rest, measured_now(device))
+    curves += tuple(curve for curve in machine.curves if curve.kind == "view")
     tally, signed = KernelTally(), KernelTally()
     kinds_s: dict[str, float] = {}
     for sample in timed.samples:
-        lasts_s = statistics.median(sample.seconds) + rest.of(sample.kernel)
+        lasts_s = rest.with_share(statistics.median(sample.seconds), sample.kernel)
         kinds_s[sample.kernel.kind] = kinds_s.get(sample.kernel.kind, 0.0) + lasts_s
         tally.add(sample.kernel)
         signed.add(sample.kernel, sample.signature)
+    for _ in range(timed.views):
+        tally.add(VIEW)
+        signed.add(VIEW)
     own_s = seconds(machine_with(curves, rest.step_s), Work(groups=signed.take(), steps=1))
     steps = timed.steps
     return Measured(name, tuple(steps.durations), tally.take(), own_s, kinds_s, tuple(steps.launches))

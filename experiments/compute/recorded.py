@@ -5,10 +5,13 @@ Everything else follows from it, on any machine and at any time: time on a GPU i
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import platform
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 import torch
@@ -65,6 +68,7 @@ def settings_of(device: str) -> dict[str, str]:
 def measure(plan: Plan, threads: int) -> Iterator[Recorded]:
     """Measure the blocks and all models, in turns: a machine that becomes slower does so for all. Yield what is known
     after each of them."""
+    alone = _alone if plan.device == "cpu" else _here
     if plan.device == "cpu":
         torch.set_num_threads(threads)
     found = Recorded(plan.device, threads, settings_of(plan.device))
@@ -75,7 +79,7 @@ def measure(plan: Plan, threads: int) -> Iterator[Recorded]:
         for model, batch in plan.cases:
             name = model if batch == 1 else f"{model} ×{batch}"
             try:
-                timed = time_model(model, batch, plan.device)
+                timed = alone(time_model, model, batch, plan.device, threads)
             except (RuntimeError, TypeError, AssertionError) as error:  # it lacks an operation or memory
                 found.failed[name] = f"{type(error).__name__}: {error}"
             else:
@@ -86,6 +90,22 @@ def measure(plan: Plan, threads: int) -> Iterator[Recorded]:
             yield found
 
 
+T = TypeVar("T")
+
+
+def _here(call: Callable[..., T], *given: object) -> T:
+    return call(*given)
+
+
+def _alone(call: Callable[..., T], *given: object) -> T:
+    """Call it in a process of its own. How long a step takes on a processor depends on how much memory the process
+    has had before and keeps: the same model's steps may be 40 % longer after others."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    with ProcessPoolExecutor(1, context) as executor:
+        return executor.submit(call, *given).result()
+
+
 def seeded(model: str, batch: int = 1, seed: int = 0) -> Step:
     """Return a model's step, with the same parameters and data each time, and a batch that is so many times as
     large."""
@@ -93,18 +113,19 @@ def seeded(model: str, batch: int = 1, seed: int = 0) -> Step:
     return KNOWN[model](batch)
 
 
-def time_model(model: str, batch: int, device: str) -> TimedStep:
+def time_model(model: str, batch: int, device: str, threads: int) -> TimedStep:
     """Time the steps of a model before and after its kernels."""
-    repeats = 5 if device in ASYNCHRONOUS else 2
+    torch.set_num_threads(threads)
+    repeats = 5 if device in ASYNCHRONOUS else 3
     with torch.device(device):
         step = seeded(model, batch)
-    steps = time_steps(step, device, repeats=repeats, warm_up=2 if device in ASYNCHRONOUS else 1)
-    samples = time_kernels(step, device, repeats=repeats, warm_up=0)
+    steps = time_steps(step, device, repeats=repeats, warm_up=2)
+    samples, views = time_kernels(step, device, repeats=repeats, warm_up=0)
     steps.add(time_steps(step, device, repeats=repeats, warm_up=0))
     time_queued(step, device, steps, len(samples))
     if device in ASYNCHRONOUS:
         steps.streamed.extend(streamed_s(step, device) for _ in range(3))
-    return TimedStep(samples, steps)
+    return TimedStep(samples, steps, views)
 
 
 def write(path: Path, found: Sequence[Recorded]) -> None:

@@ -21,30 +21,48 @@ from hcsim.units import ByteRate, Bytes, FlopRate, PositiveShare, Seconds
 
 KernelKind: TypeAlias = Literal[
     "matmul", "convolution", "convolution_backward", "grouped_convolution", "grouped_convolution_backward",
-    "wide_grouped_convolution", "wide_grouped_convolution_backward", "attention", "attention_backward", "recurrent",
-    "recurrent_backward", "elementwise", "transcendental", "gelu", "update", "batch_norm",
-    "batch_norm_backward", "norm", "norm_backward",
-    "softmax", "softmax_backward", "reduction", "pooling", "pooling_backward", "gather", "gather_backward", "lookup",
-    "scatter", "copy", "fill", "random",
+    "wide_grouped_convolution", "wide_grouped_convolution_backward", "thin_convolution", "thin_convolution_backward",
+    "pointwise_convolution", "pointwise_convolution_backward", "attention", "attention_backward", "recurrent",
+    "recurrent_backward", "elementwise", "transcendental", "gelu", "update", "batch_norm", "batch_norm_backward",
+    "norm", "norm_backward", "softmax", "softmax_backward", "reduction", "pooling", "pooling_backward", "upsampling",
+    "upsampling_backward", "gather", "gather_backward", "lookup", "lookup_backward", "scatter", "copy", "fill",
+    "random", "view",
 ]  # fmt: skip
-"""A wide convolution has windows of more than 3 × 3, an update is in place, as an optimizer's are, pooling is
-resampling of any kind, and a lookup copies whole rows."""
+"""A wide convolution has windows of more than 3 × 3, a pointwise one has windows of one pixel, and a thin one fewer
+than 8 channels at either side. An update is in place, as an optimizer's are, and a lookup copies whole rows. A view
+moves nothing: it takes the host a moment, and the device no time."""
 BROADER: dict[str, KernelKind] = {
     "wide_grouped_convolution": "grouped_convolution",
     "wide_grouped_convolution_backward": "grouped_convolution_backward",
+    "thin_convolution": "convolution",
+    "thin_convolution_backward": "convolution_backward",
+    "pointwise_convolution": "convolution",
+    "pointwise_convolution_backward": "convolution_backward",
     "batch_norm_backward": "norm_backward",
     "softmax": "norm",
     "softmax_backward": "norm_backward",
     "lookup": "gather",
+    "lookup_backward": "scatter",
+    "upsampling": "pooling",
+    "upsampling_backward": "pooling_backward",
     "fill": "copy",
 }
 """The kind whose curves stand for one that was not measured by itself."""
 BY_FLOPS: tuple[KernelKind, ...] = (
     "matmul", "convolution", "convolution_backward", "grouped_convolution", "grouped_convolution_backward",
-    "wide_grouped_convolution", "wide_grouped_convolution_backward", "attention", "attention_backward", "recurrent",
+    "wide_grouped_convolution", "wide_grouped_convolution_backward", "thin_convolution", "thin_convolution_backward",
+    "pointwise_convolution", "pointwise_convolution_backward", "attention", "attention_backward", "recurrent",
     "recurrent_backward",
 )  # fmt: skip
 """Kinds whose size is in FLOPs; that of the others is in bytes that are read or written."""
+
+
+def size_and_intensity(kind: str, flops: float, moved_bytes: float, rows: float) -> tuple[float, float]:
+    """Return what a kernel's time is looked up by: its size, and the FLOPs per byte, or the bytes per row where rows
+    matter, or else 0."""
+    if kind in BY_FLOPS:
+        return flops, max(flops, 1.0) / max(moved_bytes, 1.0)
+    return moved_bytes, max(moved_bytes, 1.0) / rows if rows else 0.0
 
 
 class Basis(Table, frozen=True):
@@ -93,13 +111,16 @@ class KernelCurve(Table, frozen=True):
     dtype: str = "float32"
     basis: Basis = Basis("measured")
     intensity: Annotated[float, Meta(ge=0)] = 0.0
-    """The FLOPs per byte of the kernels that were measured; between several such curves of a kind is interpolated.
-    0: it is for all intensities."""
+    """The FLOPs per byte of the kernels that were measured, or their bytes per row; between several such curves of a
+    kind is interpolated. 0: it is for all intensities."""
     signature: str = ""
     """The one operation, with its shapes, that the curve is for; empty: for all of its kind."""
     launch_s: Seconds = Seconds(0)
     """What the host is busy for with the launch of one, while the device computes those before it; 0 where the host
     computes by itself, and its launches are part of the points."""
+    cold_s: Seconds = Seconds(0)
+    """How much longer the first kernel of the kind in a step takes, or its launch where there is one, since caches
+    are full of other things; the k-th takes this divided by √k longer."""
 
     def __post_init__(self) -> None:
         _check_points(f"kernel {self.kind} {self.dtype}", self.points)

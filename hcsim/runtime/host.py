@@ -156,6 +156,10 @@ class KernelGroup(msgspec.Struct, frozen=True):
     dtype: str = "float32"
     signature: str = ""
     """The operation with its shapes, for a machine on which it was measured by itself."""
+    rows: float = 0.0
+    """What is summed up, normalised, or copied as one; 0 where that is not known."""
+    colds: float = 0.0
+    """The sum of 1/√k over all of the group, of which each was the k-th of its kind in a step."""
 
 
 class CodecCall(msgspec.Struct, frozen=True):

@@ -15,6 +15,7 @@ or the sum of the launches.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from math import log
@@ -22,7 +23,7 @@ from math import log
 from msgspec.structs import replace
 
 from hcsim.config import KernelCurve, Machine
-from hcsim.config.machine import BROADER, BY_FLOPS, interpolated_s
+from hcsim.config.machine import BROADER, BY_FLOPS, interpolated_s, size_and_intensity
 from hcsim.errors import UsageError
 from hcsim.runtime.host import CodecCall, KernelGroup, TaskPart, Work
 
@@ -70,11 +71,13 @@ class KernelTimes:
 
     def launches_s(self, groups: Iterable[KernelGroup]) -> float:
         """Return how long the host is busy with the launches of all kernels."""
-        return sum(group.count * self._launch_s(group) for group in groups)
+        return sum(self._launches_s(group) for group in groups)
 
-    def _launch_s(self, group: KernelGroup) -> float:
+    def _launches_s(self, group: KernelGroup) -> float:
         curve = self._signed.get(group.signature) or next(iter(self._curves_of(group)), None)
-        return self._machine.overhead_s if curve is None else curve.launch_s
+        if curve is None:
+            return 0.0 if group.kind == "view" else group.count * self._machine.overhead_s
+        return group.count * curve.launch_s + group.colds * curve.cold_s
 
     def _curves_of(self, group: KernelGroup) -> list[KernelCurve]:
         for kind in (group.kind, BROADER.get(group.kind, group.kind)):
@@ -100,30 +103,40 @@ class KernelTimes:
         return lasts_s, moved_bytes
 
     def total_s(self, groups: Iterable[KernelGroup]) -> float:
-        return sum(group.count * self.one_s(group) for group in groups)
+        return sum(group.count * self.one_s(group) + self._cold_s(group) for group in groups)
+
+    def _cold_s(self, group: KernelGroup) -> float:
+        """Return how much longer the first kernels of the group take; nothing where their launches do."""
+        curves = () if self.asynchronous or group.signature in self._signed else self._curves_of(group)
+        return group.colds * curves[0].cold_s if curves else 0.0
 
     def one_s(self, group: KernelGroup) -> float:
         """Return the measured time of one kernel of the group; where its kind was not measured, that of the
         roofline."""
-        size = group.flops if group.kind in BY_FLOPS else group.moved_bytes
+        size, intensity = size_and_intensity(group.kind, group.flops, group.moved_bytes, group.rows)
         own = self._signed.get(group.signature)
         if own is not None:
             return interpolated_s(own.points, size)
         curves = self._curves_of(group)
+        if not curves and group.kind == "view":
+            return 0.0
         if not curves:
             of_peak, of_bandwidth = _efficiencies(self._machine, group.kind)
             compute_s = group.flops / (of_peak * self._machine.peak_flops)
             memory_s = group.moved_bytes / (of_bandwidth * self._machine.memory_Bps)
             return max(compute_s, memory_s) + self._machine.overhead_s
-        return _between(curves, size, group.flops / max(group.moved_bytes, 1.0))
+        return _between(curves, size, intensity)
 
 
 def _between(curves: Sequence[KernelCurve], size: float, intensity: float) -> float:
     """Interpolate between the curves of the next lower and the next higher intensity. Below the lowest one, kernels
-    are bound by memory: their time is in proportion to their bytes."""
+    that are measured by their FLOPs are bound by memory: their time is in proportion to their bytes."""
     times = [interpolated_s(curve.points, size) for curve in curves]
+    if not intensity:
+        return statistics.median(times)
     if intensity < curves[0].intensity:
-        return times[0] * curves[0].intensity / max(intensity, 0.1 * curves[0].intensity)
+        slower = curves[0].intensity / max(intensity, 0.1 * curves[0].intensity)
+        return times[0] * (slower if curves[0].kind in BY_FLOPS else 1.0)
     for (below, below_s), (above, above_s) in pairwise(zip(curves, times, strict=True)):
         if intensity <= above.intensity:
             share = log(intensity / below.intensity) / log(above.intensity / below.intensity)

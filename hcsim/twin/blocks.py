@@ -51,6 +51,8 @@ class Block(NamedTuple):
 
     module: nn.Module
     inputs: Tensor
+    clips: bool = False
+    """Whether the norm of the gradients is limited."""
 
 
 class _Chain(nn.Module):
@@ -86,14 +88,16 @@ def _convolutions(draw: _Draw) -> Block:
     while True:
         samples, channels, outputs = draw.batch(1, 64), draw.width(8, 512), draw.width(8, 512)
         kernel, stride, side = draw.one_of(1, 1, 3, 3, 3, 5), draw.one_of(1, 1, 2), draw.size(4, 64, 2)
-        depthwise = kernel > 1 and draw.one_of(True, False, False)
+        few = draw.one_of(True, False, False, False, False)
+        channels = draw.one_of(1, 2, 3, 4) if few else channels
+        depthwise = kernel > 1 and not few and draw.one_of(True, False, False)
         outputs = channels if depthwise else outputs
         pixels = samples * side * side
         flops = 2.0 * pixels * kernel**2 * channels * (1 if depthwise else outputs) / stride**2
         if 1e5 < flops < draw.most_flops and pixels * max(channels, outputs) < draw.most_elements:
             break
     groups = channels if depthwise else 1
-    norm = draw.one_of(nn.BatchNorm2d, nn.BatchNorm2d, lambda width: nn.GroupNorm(4, width))
+    norm = draw.one_of(nn.BatchNorm2d, nn.BatchNorm2d, lambda width: nn.GroupNorm(1 if width % 4 else 4, width))
     activation = draw.one_of(nn.ReLU, nn.ReLU, nn.SiLU)
     bias = draw.one_of(True, False)
     convolve = nn.Conv2d(channels, outputs, kernel, stride, kernel // 2, groups=groups, bias=bias)
@@ -179,19 +183,46 @@ class _Residual(_Chain):
 
 
 def _recurrent(draw: _Draw) -> Block:
-    """LSTMs."""
+    """LSTMs and GRUs, of one layer or two, in one direction or both."""
     while True:
         samples, length, width, hidden = draw.batch(4, 64), draw.size(8, 128), draw.width(32, 512), draw.width(32, 512)
-        if 8.0 * samples * length * hidden * (width + hidden) < draw.most_flops:
+        kind, layers = draw.one_of(nn.LSTM, nn.LSTM, nn.GRU), draw.one_of(1, 1, 2)
+        both = draw.one_of(False, False, True)
+        many = layers * (1 + both)
+        if 8.0 * many * samples * length * hidden * (width + hidden) < draw.most_flops and many * length < 128:
             break
-    lstm = nn.LSTM(width, hidden, batch_first=draw.one_of(True, False))
-    return Block(_Chain(lstm, lambda found: found[0]), torch.randn(samples, length, width))
+    layer = kind(width, hidden, layers, batch_first=draw.one_of(True, False), bidirectional=both)
+    return Block(_Chain(layer, lambda found: found[0]), torch.randn(samples, length, width))
+
+
+class _Cell(nn.Module):
+    """A gated state, which is computed step by step of products and activations."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.gate, self.value = nn.Linear(2 * width, width), nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        state, found = torch.zeros_like(x[:, 0]), []
+        for time in range(x.shape[1]):
+            both = torch.cat([x[:, time], state], -1)
+            gate = self.gate(both).sigmoid()
+            state = gate * state + (1 - gate) * self.value(both).tanh()
+            found.append(state)
+        return torch.stack(found, 1)
+
+
+def _cells(draw: _Draw) -> Block:
+    """Recurrent layers that a program takes apart."""
+    samples, length, width = draw.batch(1, 16), draw.size(4, 32), draw.width(16, 128)
+    return Block(_Cell(width), torch.randn(samples, length, width), draw.one_of(True, False))
 
 
 def _sequences(draw: _Draw) -> Block:
     """Convolutions of sequences."""
     while True:
         samples, channels, outputs = draw.batch(1, 32), draw.width(16, 256), draw.width(16, 256)
+        channels = draw.one_of(1, 3, channels, channels, channels, channels)
         kernel, dilation, length = draw.one_of(1, 2, 3, 5), draw.one_of(1, 1, 2, 8), draw.size(32, 2048, 8)
         flops = 2.0 * samples * length * channels * outputs * kernel
         if 1e5 < flops < draw.most_flops and samples * length * max(channels, outputs) < draw.most_elements:
@@ -221,10 +252,8 @@ def _embedding(draw: _Draw) -> Block:
             break
     codes = torch.randint(0, words, (max(1, samples // 32), min(samples, 32)))
 
-    def loss(x: Tensor) -> Tensor:
-        return nn.functional.cross_entropy(x.flatten(0, -2), codes.to(x.device).flatten())
-
-    return Block(_Chain(nn.Embedding(words, width), nn.LayerNorm(width), nn.Linear(width, words), loss), codes)
+    layers = (nn.Embedding(words, width), nn.LayerNorm(width), nn.Linear(width, words), _against(codes))
+    return Block(_Chain(*layers), codes)
 
 
 class _Joined(nn.Module):
@@ -262,6 +291,102 @@ def _neighbours(draw: _Draw) -> Block:
     return Block(_Chain(*(_Messages(torch.randint(0, rows, (2, edges))) for _ in range(2))), torch.randn(rows, width))
 
 
+class _Gated(nn.Module):
+    """What follows on a gate of each channel, from the mean of its pixels."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        narrow = max(4, width // 8)
+        self.gate = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Conv2d(width, narrow, 1), nn.SiLU(),
+                                  nn.Conv2d(narrow, width, 1), nn.Sigmoid())  # fmt: skip
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.gate(x)  # type: ignore[no-any-return]
+
+
+def _image_layer(draw: _Draw, width: int) -> Callable[[], nn.Module]:
+    """Return what makes one of the layers of a network for images."""
+    activation, window, gated = draw.one_of(nn.ReLU, nn.SiLU), draw.one_of(3, 3, 5, 7), draw.one_of(True, False)
+    bias = draw.one_of(True, False)
+
+    def conv(inputs: int, outputs: int, kernel: int, groups: int = 1) -> nn.Module:
+        return nn.Conv2d(inputs, outputs, kernel, padding=kernel // 2, groups=groups, bias=bias)
+
+    def plain() -> nn.Module:
+        return _Residual(conv(width, width, 3), nn.BatchNorm2d(width), activation(),
+                         conv(width, width, 3), nn.BatchNorm2d(width))  # fmt: skip
+
+    def inverted() -> nn.Module:
+        wide = 4 * width
+        gate = [_Gated(wide)] if gated else []
+        return _Residual(conv(width, wide, 1), nn.BatchNorm2d(wide), activation(),
+                         conv(wide, wide, window, wide), nn.BatchNorm2d(wide), activation(), *gate,
+                         conv(wide, width, 1), nn.BatchNorm2d(width))  # fmt: skip
+
+    def grouped() -> nn.Module:
+        return _Residual(nn.GroupNorm(4, width), activation(), conv(width, width, 3),
+                         nn.GroupNorm(4, width), activation(), conv(width, width, 3))  # fmt: skip
+
+    return draw.one_of(plain, inverted, grouped)  # type: ignore[no-any-return]
+
+
+def _images(draw: _Draw) -> Block:
+    """Networks for images, of many small layers: what a launch costs depends on how many there were of its kind."""
+    samples, width, side, depth = draw.batch(1, 8), draw.width(16, 64), draw.size(4, 16, 4), draw.size(2, 12)
+    layer, classes = _image_layer(draw, width), torch.randint(0, 10, (samples,))
+    layers = (layer() for _ in range(depth))
+    first, last = nn.Conv2d(3, width, 3, padding=1), nn.Linear(width, 10)
+    network = _Chain(first, *layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), last, _against(classes))
+    return Block(network, torch.randn(samples, 3, side, side), draw.one_of(True, False))
+
+
+def _against(codes: Tensor) -> Callable[[Tensor], Tensor]:
+    """Return the cross-entropy over the words."""
+    return lambda x: nn.functional.cross_entropy(x.flatten(0, -2), codes.to(x.device).flatten())
+
+
+class _Decoder(nn.Module):
+    """A layer of a transformer, as different models write it."""
+
+    def __init__(self, width: int, heads: int, norm: Callable[[int], nn.Module], gated: bool, fused: bool) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = norm(width), norm(width)
+        self.query, self.key, self.value, self.out = (nn.Linear(width, width, bias=not gated) for _ in range(4))
+        self.up, self.down = nn.Linear(width, 3 * width), nn.Linear(3 * width, width)
+        self.gate = nn.Linear(width, 3 * width) if gated else None
+        self.dropout = nn.Dropout(0.0 if gated else 0.1)
+        self._heads, self._fused = heads, fused
+
+    def forward(self, x: Tensor) -> Tensor:
+        given = self.norm1(x)
+        q, k, v = (self._split(of(given)) for of in (self.query, self.key, self.value))
+        if self._fused:
+            mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        else:
+            mixed = self.dropout((q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5).softmax(-1)) @ v
+        x = x + self.dropout(self.out(mixed.transpose(1, 2).flatten(2)))
+        given = self.norm2(x)
+        wide = nn.functional.gelu(self.up(given))
+        if self.gate is not None:
+            wide = nn.functional.silu(self.gate(given)) * self.up(given)
+        return x + self.dropout(self.down(wide))  # type: ignore[no-any-return]
+
+    def _split(self, x: Tensor) -> Tensor:
+        return x.view(*x.shape[:2], self._heads, -1).transpose(1, 2)
+
+
+def _transformer(draw: _Draw) -> Block:
+    """Networks for sequences, of many small layers."""
+    samples, length, heads, depth = draw.batch(1, 4), draw.size(8, 48, 8), draw.size(1, 4), draw.size(2, 10)
+    width, words = heads * draw.one_of(16, 32), draw.size(64, 1024)
+    norm = draw.one_of(nn.LayerNorm, nn.LayerNorm, nn.RMSNorm)
+    gated, fused = draw.one_of(True, False), draw.one_of(True, False)
+    layers = (_Decoder(width, heads, norm, gated, fused) for _ in range(depth))
+    codes = torch.randint(0, words, (samples, length))
+    network = _Chain(nn.Embedding(words, width), *layers, norm(width), nn.Linear(width, words), _against(codes))
+    return Block(network, codes, draw.one_of(True, False))
+
+
 def _small(draw: _Draw) -> Block:
     """Layers so small that what a step costs beside its kernels is a large part of it."""
     layers = (layer for _ in range(draw.size(1, 16)) for layer in (nn.Linear(8, 8), nn.LayerNorm(8), nn.ReLU()))
@@ -269,18 +394,19 @@ def _small(draw: _Draw) -> Block:
 
 
 _FAMILIES: tuple[tuple[Callable[[_Draw], Block], int], ...] = (
-    (_convolutions, 40), (_perceptron, 24), (_attention, 20), (_pointwise, 16), (_recurrent, 14), (_resampling, 12),
-    (_sequences, 8), (_embedding, 10), (_rearranging, 8), (_neighbours, 8), (_small, 8),
-    (_depthwise, 20),
+    (_convolutions, 44), (_perceptron, 24), (_attention, 20), (_pointwise, 16), (_recurrent, 24), (_resampling, 14),
+    (_sequences, 10), (_embedding, 12), (_rearranging, 8), (_neighbours, 10), (_small, 8), (_depthwise, 20),
+    (_images, 14), (_transformer, 12), (_cells, 5),
 )  # fmt: skip
 """Kinds of blocks, and how many of each are drawn."""
 
 
-def blocks(device: str = "cpu") -> Iterator[Block]:
-    """Yield all blocks, on the device, those of one family far from each other."""
-    draws = [_Draw(number, SCALES.get(device, 1)) for number in range(len(_FAMILIES))]
-    turns = [(turn / count, number) for number, (_, count) in enumerate(_FAMILIES) for turn in range(count)]
-    for _, number in sorted(turns):
+def blocks(device: str = "cpu", every: int = 1) -> Iterator[tuple[int, Block]]:
+    """Yield all blocks with their numbers, or one in `every`, on the device, those of one family far from each
+    other."""
+    turns = sorted((turn / count, number, turn) for number, (_, count) in enumerate(_FAMILIES) for turn in range(count))
+    for number, (_, family, turn) in list(enumerate(turns))[::every]:
+        draw = _Draw(1000 * family + turn, SCALES.get(device, 1))
         with torch.device(device):
-            block = _FAMILIES[number][0](draws[number])
-        yield block
+            block = _FAMILIES[family][0](draw)
+        yield number, block

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
+from functools import cache
 from math import isqrt
 
 import numpy as np
+import numpy.typing as npt
 
 from hcsim.compressors.base import Ident
 from hcsim.compressors.registry import make, specs
@@ -22,7 +24,7 @@ SIZES = (256, 2 * KIB, *(16 * KIB * 4**power for power in range(7)))
 """256 bytes to 64 MiB."""
 POINT_S = 0.03
 """For encoding, and for decoding, at each size."""
-LONGEST_S = 0.4
+LONGEST_S = 0.2
 """A curve ends at the size at which one call takes so long; above that, time is in proportion."""
 _USUAL = {
     "topk": ("topk:0.01",),
@@ -62,10 +64,16 @@ def measure_codec(spec: str, basis: Callable[[float], Basis], sizes: Sequence[in
     return CodecCurve(spec, tuple(encode), tuple(decode), basis(statistics.median(spreads)))
 
 
-def _measure(spec: str, size_bytes: int) -> tuple[Timing, Timing]:
-    elements = size_bytes // _FLOAT_BYTES
+@cache
+def _tensor(elements: int) -> npt.NDArray[np.float32]:
     rows = 1 << (isqrt(elements).bit_length() - 1)
     tensor = np.random.default_rng(0).standard_normal((rows, elements // rows), np.float32)
+    tensor.flags.writeable = False
+    return tensor
+
+
+def _measure(spec: str, size_bytes: int) -> tuple[Timing, Timing]:
+    tensor = _tensor(size_bytes // _FLOAT_BYTES)
     out = np.empty_like(tensor)
     compressor = make(spec, seed=0, rank=0)
     step = 0

@@ -44,7 +44,7 @@ from hcsim.units import ByteRate, Seconds
 from hcsim.workers import ONE_THREAD
 
 SIZES = (64, 4096, 65536, 2**20, 4 * 2**20, 16 * 2**20)
-ROUNDS = 15
+ROUNDS = 10
 _SMALL, _BULK_FROM = SIZES[0], 2**18
 _TURN_BYTES = 16 * 2**20
 _MOST_REPEATS, _FEWEST_REPEATS = 40, 2

@@ -25,7 +25,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from hcsim.config import KernelKind
 from hcsim.scripts.environment import environment
 from hcsim.scripts.rank.script import run_as_main
-from hcsim.torch_kernels import Kernel, Operation
+from hcsim.torch_kernels import Kernel
 from hcsim.twin.script import ScriptJob, ScriptTimes, TimedKernel, TimedTurn
 from hcsim.twin.stopwatch import HostTimer, Stopwatch, waiting
 
@@ -38,18 +38,10 @@ PLAIN_S = 0.1
 
 
 class GapStopwatch(Stopwatch):  # type: ignore[no-untyped-call]
-    """Times every kernel, and what the program does before it."""
+    """Tells the kernels of a script's step."""
 
     def __init__(self, device: str) -> None:
         super().__init__(HostTimer(waiting(device)))
-        self.gaps_s: list[float] = []
-        self._left_s = time.perf_counter()
-
-    def launch(self, func: Any, operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self.gaps_s.append(time.perf_counter() - self._left_s)
-        result = super().launch(func, operation, args, kwargs)
-        self._left_s = time.perf_counter()
-        return result
 
     def kernels(self) -> list[TimedKernel]:
         """Return the kernels of the step that has just ended. What comes after the last one counts as before the
@@ -57,8 +49,8 @@ class GapStopwatch(Stopwatch):  # type: ignore[no-untyped-call]
         if self.gaps_s:
             self.gaps_s[0] += time.perf_counter() - self._left_s
         return [
-            TimedKernel(each.signature, *_figures(each.kernel), each.seconds[0], gap_s)
-            for each, gap_s in zip(self.samples(), self.gaps_s, strict=True)
+            TimedKernel(each.signature, *_figures(each.kernel), each.seconds[0], each.gaps[0])
+            for each in self.samples()
         ]
 
 

@@ -43,6 +43,8 @@ class Sample(msgspec.Struct, array_like=True):
     seconds: list[float]
     launches: list[float] = []
     """The seconds that its launch took the host, where the device is asynchronous."""
+    gaps: list[float] = []
+    """What the host did before each, since the last one: Python, autograd and views."""
 
 
 class Steps(msgspec.Struct):
@@ -177,27 +179,34 @@ def _device_clock(device: str) -> CallTimer:
 
 
 class Stopwatch(KernelMode):  # type: ignore[no-untyped-call]
-    """Times every kernel of a step by a clock."""
+    """Times every kernel of a step by a clock, and what the program does before it."""
 
     def __init__(self, clock: CallTimer) -> None:
         super().__init__()
         self._clock = clock
+        self.views = 0
+        self.gaps_s: list[float] = []
         self._seen: list[tuple[str, str, Kernel]] = []
+        self._left_s = time.perf_counter()
+
+    def viewed(self) -> None:
+        self.views += 1
 
     def launch(self, func: OpOverload, operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.gaps_s.append(time.perf_counter() - self._left_s)
         signature = signature_of(func, args, kwargs)
         moved_bytes = size_bytes(args)
         result = self._clock.time(lambda: func(*args, **kwargs))
         moved_bytes += size_bytes(result)
         kernel = kernel_of(operation, operation.flops(args, kwargs, result), moved_bytes, args, result)
         self._seen.append((func.overloadpacket.__name__, signature, kernel))
+        self._left_s = time.perf_counter()
         return result
 
     def samples(self) -> list[Sample]:
         """Return the kernels that were seen, each with its seconds."""
-        return [
-            Sample(*seen, [rounded(lasted_s)]) for seen, lasted_s in zip(self._seen, self._clock.take(), strict=True)
-        ]
+        found = zip(self._seen, self._clock.take(), self.gaps_s, strict=True)
+        return [Sample(*seen, [rounded(lasted_s)], [], [rounded(gap_s)]) for seen, lasted_s, gap_s in found]
 
 
 def waiting(device: str) -> Callable[[], object]:
@@ -211,33 +220,38 @@ def _nothing() -> None:
 
 def time_kernels(
     step: Callable[[], object], device: str = "cpu", *, repeats: int = 5, warm_up: int = 1, limit_s: float = 60.0
-) -> list[Sample]:
-    """Time the kernels of a step, some repetitions long; on an asynchronous device their launches, too."""
+) -> tuple[list[Sample], int]:
+    """Time the kernels of a step, some repetitions long; on an asynchronous device their launches, too. Return them,
+    and the number of views."""
     for _ in range(warm_up):
         step()
     began_s = time.perf_counter()
     clock, wait = _device_clock(device), waiting(device)
     samples: list[Sample] = []
+    views = 0
     for repeat in range(repeats):
-        found = _watched(step, clock)
+        found, views = _watched(step, clock)
         if not repeat:
-            samples = [Sample(each.name, each.signature, each.kernel, []) for each in found]
+            samples = [Sample(each.name, each.signature, each.kernel, [], [], []) for each in found]
         for sample, again in alike(samples, found):
             sample.seconds.extend(again.seconds)
+            if device not in ASYNCHRONOUS:
+                sample.gaps.extend(again.gaps)
         if device in ASYNCHRONOUS:
             wait()
-            for sample, again in alike(samples, _watched(step, HostTimer())):
+            for sample, again in alike(samples, _watched(step, HostTimer())[0]):
                 sample.launches.extend(again.seconds)
+                sample.gaps.extend(again.gaps)
             wait()
         if time.perf_counter() - began_s > limit_s:
             break
-    return samples
+    return samples, views
 
 
-def _watched(step: Callable[[], object], clock: CallTimer) -> list[Sample]:
+def _watched(step: Callable[[], object], clock: CallTimer) -> tuple[list[Sample], int]:
     with Stopwatch(clock) as stopwatch:
         step()
-    return stopwatch.samples()  # type: ignore[no-any-return]
+    return stopwatch.samples(), stopwatch.views
 
 
 def alike(samples: list[Sample], found: list[Sample]) -> list[tuple[Sample, Sample]]:

@@ -14,6 +14,8 @@ import numpy.typing as npt
 SAMPLE_S = 200e-6
 """A sample is at least so long: shorter calls are repeated within it."""
 FEWEST, FEWEST_APART, MOST = 3, 7, 25
+_LONG = 5
+"""Times the budget: calls that take so long together are the fewest, apart or not."""
 _DISPLACING_BYTES = 8 << 20
 
 
@@ -47,7 +49,10 @@ def timed_apart(call: Callable[[], object], budget_s: float) -> Timing:
     call()
     began_s = time.perf_counter()
     samples_s: list[float] = []
-    while len(samples_s) < FEWEST_APART or (len(samples_s) < MOST and time.perf_counter() - began_s < budget_s):
+    while len(samples_s) < MOST:
+        spent_s = time.perf_counter() - began_s
+        if len(samples_s) >= (FEWEST_APART if spent_s < _LONG * budget_s else FEWEST) and spent_s >= budget_s:
+            break
         displace()
         start_s = time.perf_counter()
         call()

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from hcsim.config import (
@@ -143,6 +144,33 @@ def test_a_step_of_an_asynchronous_device_lasts_as_long_as_its_kernels_or_their_
     assert lasts_s(copies, throttle=0.5) == lasts_s(copies), "the host is not throttled"
     unmeasured = KernelGroup("gather", 0.0, 1.0, 100)
     assert lasts_s(copies, unmeasured) == pytest.approx(5e-4 + 100 * (1e-5 + 4e-5))
+
+
+def test_the_first_kernels_of_a_step_take_longer_than_their_repetitions():
+    curve = KernelCurve("copy", ((4e3, 2e-6),), cold_s=1e-5)
+    machine = Machine("mini", 1e12, 1e11, kernels=(curve,))
+    first, later = KernelGroup("copy", 0.0, 4e3, 1, colds=1.0), KernelGroup("copy", 0.0, 4e3, 2, colds=1 / 2 + 1 / 3)
+    assert seconds(machine, Work(groups=(first, later))) == pytest.approx(3 * 2e-6 + (1 + 1 / 2 + 1 / 3) * 1e-5)
+    device = Machine("gpu", 1e12, 1e11, kernels=(msgspec.structs.replace(curve, launch_s=4e-6),))
+    assert seconds(device, Work(groups=(first,), steps=1)) == pytest.approx(4e-6 + 1e-5), "the host's launch"
+
+
+def test_views_cost_nothing_where_they_were_not_measured():
+    views = KernelGroup("view", 0.0, 0.0, 10)
+    for measured in (KernelCurve("copy", ((4e3, 2e-6),)), KernelCurve("copy", ((4e3, 2e-6),), launch_s=1e-5)):
+        machine = Machine("mini", 1e12, 1e11, kernels=(measured,))
+        assert seconds(machine, Work(groups=(views,))) == 0
+    curve = KernelCurve("view", ((1.0, 3e-6),))
+    assert seconds(Machine("mini", 1e12, 1e11, kernels=(curve,)), Work(groups=(views,))) == pytest.approx(3e-5)
+
+
+def test_sums_of_many_rows_follow_another_curve_than_sums_of_few():
+    few, many = (
+        KernelCurve("reduction", ((1e6, lasts_s),), intensity=row) for row, lasts_s in ((1e4, 2e-4), (1e2, 5e-5))
+    )
+    machine = Machine("mini", 1e12, 1e11, kernels=(few, many))
+    groups = [KernelGroup("reduction", 0.0, 1e6, rows=rows) for rows in (1e2, 1e4, 1e5)]
+    assert [seconds(machine, Work(groups=(group,))) for group in groups] == pytest.approx([2e-4, 5e-5, 5e-5])
 
 
 def test_an_operation_that_was_measured_by_itself_takes_that_time():

@@ -15,7 +15,7 @@ from torch._ops import OpOverload
 from hcsim.scripts.environment import Grouping
 from hcsim.scripts.ipc import Computed
 from hcsim.scripts.rank.simulator import SimulatorClient
-from hcsim.torch_kernels import Kernel, KernelMode, KernelTally, Operation, kernel_of, signature_of, size_bytes
+from hcsim.torch_kernels import VIEW, Kernel, KernelMode, KernelTally, Operation, kernel_of, signature_of, size_bytes
 
 MOST_KERNELS = 64
 MOST_FLOPS = 1e9
@@ -50,6 +50,15 @@ class WorkCounter(KernelMode):  # type: ignore[no-untyped-call]
             self._tally.add(kernel_of(operation, flops, moved_bytes, args, result), signature)
         self._count(flops, moved_bytes)
         return result
+
+    def viewed(self) -> None:
+        if self._tally is not None and not self._signed:
+            self._tally.add(VIEW)
+
+    def step_ended(self) -> None:
+        """Count the next kernels as those of another step."""
+        if self._tally is not None:
+            self._tally.step_ended()
 
     def add(self, flops: float, moved_bytes: float) -> None:
         """Count a kernel that is not torch's."""

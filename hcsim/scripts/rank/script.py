@@ -51,6 +51,7 @@ def run_script(spec: RankSpec, connection: int, arena: int) -> NoReturn:
     install_spawn()
     use_engine(RemoteEngine(simulator))
     register_optimizer_step_post_hook(lambda *_: simulator.tell(Stepped()))
+    register_optimizer_step_post_hook(lambda *_: counter.step_ended())
     _follow_mlx(simulator, counter, spec.seed)
     torch.set_num_threads(1)
     _seed(spec.seed)

@@ -194,7 +194,11 @@ class Int4(Int8):
         return both[:elements]
 
     def _factors(self) -> CodecCost:
-        return WORK["int4:stochastic" if self._stochastic else "int4"]
+        rounded = WORK["int4"]
+        if not self._stochastic:
+            return rounded
+        drawing = WORK["int8:stochastic"].encode - WORK["int8:block"].encode
+        return CodecCost(rounded.encode + drawing, rounded.decode)
 
 
 def _pack_halves(multiples: Multiples, codes: ByteArray) -> None:
@@ -247,9 +251,6 @@ class Int2(BlockScaled):
             kernels.dequantise(multiples, scales[self._blocks_of(lo, into.size)], into, self._block(into.size))
 
         return unpack
-
-    def _factors(self) -> CodecCost:
-        return WORK["int2"]
 
 
 _BORDER = 1.25

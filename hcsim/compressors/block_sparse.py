@@ -33,7 +33,7 @@ import numpy.typing as npt
 
 from hcsim.compressors import kernels
 from hcsim.compressors.base import Array, ByteArray, Ident, PayloadKind, TensorShape
-from hcsim.compressors.codec import WORK, BaseCompressor, CodecCost, Mix
+from hcsim.compressors.codec import BaseCompressor, Mix
 from hcsim.compressors.encoding import (
     CHUNK,
     FLOAT_BYTES,
@@ -138,9 +138,6 @@ class BlockTopK(BaseCompressor):
         values: Array = levels[chosen.numbers(), codes >> 1]
         values[codes & 1 == 1] *= -1
         return values
-
-    def _factors(self) -> CodecCost:
-        return WORK[self.name + ":2" * (self.parameter == 2)]
 
 
 _LEVEL_BYTES = 4

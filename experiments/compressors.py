@@ -23,6 +23,7 @@ from typing import Annotated, Any
 
 import msgspec
 import numpy as np
+import scipy.fft
 import torch
 import typer
 import zstandard
@@ -42,6 +43,7 @@ Step = Callable[[], object]
 RATIO = 0.01
 RANK = 4
 BLOCK = 256
+SPARSE_BLOCK, SIDE = 4096, 64
 OF = Ident("tensor")
 
 
@@ -156,6 +158,77 @@ def signs(x: Array, out: Array) -> Plain:
     return Plain(encode, lambda: np.take(of_bytes * np.float32(mean), packed, 0, out.reshape(-1, 8), "clip"))
 
 
+def torch_int4_blocks(x: Array, out: Array) -> Plain:
+    rows, back = torch.from_numpy(x.reshape(-1, BLOCK)), torch.from_numpy(out.reshape(-1, BLOCK))
+    quotient, narrow = torch.empty_like(rows), torch.empty(rows.shape, dtype=torch.int8)
+    packed = torch.empty((len(rows), BLOCK // 2), dtype=torch.int8)
+
+    def encode() -> torch.Tensor:
+        scales = torch.abs(rows, out=quotient).amax(1, keepdim=True) / 7
+        narrow.copy_(torch.mul(rows, 1 / scales, out=quotient).round_())
+        torch.bitwise_or(narrow[:, ::2] & 15, narrow[:, 1::2] << 4, out=packed)
+        return scales
+
+    def decode() -> None:
+        narrow[:, ::2] = packed << 4 >> 4
+        narrow[:, 1::2] = packed >> 4
+        back.copy_(narrow).mul_(scales)
+
+    scales = encode()
+    return Plain(encode, decode)
+
+
+def torch_int2_blocks(x: Array, out: Array) -> Plain:
+    """With the border of normally distributed numbers, and the scale that is best for them."""
+    rows, back = torch.from_numpy(x.reshape(-1, BLOCK)), torch.from_numpy(out.reshape(-1, BLOCK))
+    magnitudes, codes = torch.empty_like(rows), torch.empty(rows.shape, dtype=torch.uint8)
+    levels = torch.tensor([1.0, 3.0, -1.0, -3.0])
+
+    def encode() -> tuple[torch.Tensor, torch.Tensor]:
+        means = torch.abs(rows, out=magnitudes).mean(1, keepdim=True)
+        codes.copy_(magnitudes > 1.25 * means).add_((rows < 0).to(torch.uint8), alpha=2)
+        quarters = [codes[:, at::4] << 2 * at for at in range(4)]
+        return means * 0.624, quarters[0] | quarters[1] | quarters[2] | quarters[3]
+
+    def decode() -> None:
+        for at in range(4):
+            back[:, at::4] = levels[(packed >> 2 * at & 3).to(torch.int32)]
+        back.mul_(scales)
+
+    scales, packed = encode()
+    return Plain(encode, decode)
+
+
+def torch_top_of_blocks(x: Array, out: Array) -> Plain:
+    rows, back = torch.from_numpy(x.reshape(-1, SPARSE_BLOCK)), torch.from_numpy(out.reshape(-1, SPARSE_BLOCK))
+
+    def encode() -> tuple[torch.Tensor, torch.Tensor]:
+        places = rows.abs().topk(math.ceil(RATIO * SPARSE_BLOCK), sorted=False).indices
+        return places, rows.gather(1, places)
+
+    places, values = encode()
+    return Plain(encode, lambda: back.zero_().scatter_(1, places, values))
+
+
+def torch_top_of_cosines(x: Array, out: Array) -> Plain:
+    """Products with the matrix of cosines, by BLAS."""
+    high, wide = x.shape[0] // SIDE, x.shape[1] // SIDE
+    blocks, back = (torch.from_numpy(each).view(high, SIDE, wide, SIDE) for each in (x, out))
+    basis = torch.from_numpy(scipy.fft.dct(np.eye(SIDE, dtype=np.float32), norm="ortho", axis=0))
+
+    def encode() -> tuple[torch.Tensor, torch.Tensor]:
+        rows = torch.einsum("ia,yaxb,jb->yxij", basis, blocks, basis).reshape(-1, SPARSE_BLOCK)
+        places = rows.abs().topk(math.ceil(RATIO * SPARSE_BLOCK), sorted=False).indices
+        return places, rows.gather(1, places)
+
+    def decode() -> None:
+        rows = torch.zeros(high * wide, SPARSE_BLOCK).scatter_(1, places, values).view(high, wide, SIDE, SIDE)
+        back.copy_(torch.einsum("ia,yxij,jb->yaxb", basis, rows, basis))
+
+    places, values = encode()
+    return Plain(encode, decode)
+
+
 def factors(x: Array, out: Array) -> Plain:
     """Transposed: BLAS is twice as quick with long rows."""
     start = np.random.default_rng(0).standard_normal((RANK, x.shape[1]), np.float32)
@@ -197,13 +270,17 @@ CASES: dict[str, Callable[[Array, Array], Plain]] = {
     "int8": torch_int8,
     f"int8:block={BLOCK}": torch_int8_blocks,
     "int8:stochastic": numpy_int8_stochastic,
+    "int4": torch_int4_blocks,
+    "int2": torch_int2_blocks,
+    f"blocktopk:{RATIO}": torch_top_of_blocks,
+    f"dcttopk:{RATIO}": torch_top_of_cosines,
     "onebit": signs,
     f"powersgd:{RANK}": factors,
     "zstd": split_zstd,
 }
 
 
-BLIND = ("none", f"topk:{RATIO}", "fp16", "bf16", "zstd")
+BLIND = ("none", f"topk:{RATIO}", f"blocktopk:{RATIO}", "fp16", "bf16", "zstd")
 """Whose plain expression would not meet a NaN on its way: it has to look for one."""
 
 
@@ -256,7 +333,7 @@ def _over(plain_s: list[float], ours_s: list[float]) -> float:
 
 def rows(chosen: list[str], size: int, turns: int) -> Iterator[Row]:
     side = max(BLOCK, math.isqrt(size) // BLOCK * BLOCK)
-    x = np.random.default_rng(0).standard_normal((side, max(1, size // side)), np.float32)
+    x = np.random.default_rng(0).standard_normal((side, max(SIDE, size // side // SIDE * SIDE)), np.float32)
     torch.set_num_threads(1)
     with threadpool_limits(1):
         for spec in chosen:

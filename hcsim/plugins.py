@@ -2,7 +2,7 @@
 register_compressor, …`.
 
 A plugin is a module outside the package that calls these functions when it is imported. A scenario or a
-sweep names it (`plugins = ["int4.py"]`), a command does (`--plugin int4.py`), a program imports it, or it
+sweep names it (`plugins = ["ternary.py"]`), a command does (`--plugin ternary.py`), a program imports it, or it
 is installed (see `hcsim.registry`). Its names can then be written, listed, swept and simulated like
 built-in ones; `hcsim.testing` checks that they behave alike. Examples are in `examples/plugins`.
 """

@@ -5,7 +5,7 @@ because a scenario, a sweep or a command names it, as an importable module or as
 installed, with an entry point:
 
     [project.entry-points."hcsim.plugins"]
-    int4 = "my_package.int4"
+    ternary = "my_package.ternary"
 
 Installed plugins are imported only when a name is requested that is unknown without them. A run that uses
 no plugin does not wait for them, and gives the same result with and without them.

@@ -3,9 +3,9 @@ tests.
 
     from hcsim.testing import check_compressor
 
-    def test_int4() -> None:
-        load_plugin("int4.py")
-        check_compressor("int4")
+    def test_ternary() -> None:
+        load_plugin("ternary.py")
+        check_compressor("ternary")
 
 The built-in ones pass them. An `AssertionError` says what does not hold, and for which input.
 """

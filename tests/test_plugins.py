@@ -70,9 +70,9 @@ from hcsim.config import load_scenario
 from hcsim.plugins import load_plugin
 from hcsim.testing import check_algorithm, check_compressor, check_fault, check_strategy
 from hcsim.units import PositiveSeconds, Seconds
-for name in ("int4", "gossip", "chain", "microwave"):
+for name in ("ternary", "gossip", "chain", "microwave"):
     module = load_plugin(f"{sys.argv[1]}/{name}.py")
-check_compressor("int4")
+check_compressor("ternary")
 check_algorithm("all_reduce", "chain")
 check_strategy("gossip:0.3")
 air = load_scenario("two-macs-wifi")
@@ -95,8 +95,8 @@ check_fault(air, oven)
     ],
 )
 def test_the_checks_find_a_compressor_that_is_wrong(mistake: str, found: str, tmp_path: Path) -> None:
-    wrong = f"class Wrong(Int4):\n    name = 'wrong'\n    {mistake}\n\n\nregister_compressor('wrong', '', Wrong)\n"
-    (tmp_path / "wrong.py").write_text(f"{(EXAMPLES / 'int4.py').read_text()}\n\n{wrong}")
+    wrong = f"class Wrong(Ternary):\n    name = 'wrong'\n    {mistake}\n\n\nregister_compressor('wrong', '', Wrong)\n"
+    (tmp_path / "wrong.py").write_text(f"{(EXAMPLES / 'ternary.py').read_text()}\n\n{wrong}")
     code = """
 import sys
 from hcsim.plugins import load_plugin
@@ -111,7 +111,7 @@ check_compressor('wrong')
 
 HOME = """
 name = "street"
-plugins = ["neighbourhood.py", "microwave.py", "int4.py"]
+plugins = ["neighbourhood.py", "microwave.py", "ternary.py"]
 processes = ["neighbourhood.py:evening_backup"]
 
 [[medium]]
@@ -141,7 +141,7 @@ duration = "1 s"
 
 [training]
 steps = 6
-compressor = "int4+ef"
+compressor = "ternary+ef"
 """
 
 
@@ -156,7 +156,7 @@ def street(folder: Path, text: str = HOME) -> Path:
 def test_a_scenario_brings_machines_media_faults_compressors_and_processes(tmp_path: Path) -> None:
     ended = hcsim("run", str(street(tmp_path)), "--trace", str(tmp_path / "trace"))
     assert ended.returncode == 0, ended.stderr
-    assert "int4+ef" in ended.stdout
+    assert "ternary+ef" in ended.stdout
     again = hcsim("run", str(tmp_path / "street.toml"))
     assert [line for line in again.stdout.splitlines() if "sha256" in line] == [
         line for line in ended.stdout.splitlines() if "sha256" in line
@@ -169,15 +169,15 @@ def test_a_scenario_brings_machines_media_faults_compressors_and_processes(tmp_p
 @pytest.mark.parametrize(
     ("old", "new", "complaint"),
     [
-        ('"int4.py"]', '"int5.py"]', "street.toml: plugin int5.py: there is no file"),
-        ('"int4.py"]', '"no.such.module"]', "street.toml: plugin no.such.module: No module named 'no'"),
-        ('"int4.py"]', "4]", "plugins[2] = 4: expected text"),
+        ('"ternary.py"]', '"int5.py"]', "street.toml: plugin int5.py: there is no file"),
+        ('"ternary.py"]', '"no.such.module"]', "street.toml: plugin no.such.module: No module named 'no'"),
+        ('"ternary.py"]', "4]", "plugins[2] = 4: expected text"),
         ("evening_backup", "morning_backup", "there is no function morning_backup in neighbourhood.py"),
         (":evening_backup", "", '"neighbourhood.py": expected module:function'),
-        ('"int4.py"]', '"int4.py", "broken.py"]', "broken.py, line 3)"),
+        ('"ternary.py"]', '"ternary.py", "broken.py"]', "broken.py, line 3)"),
         ('kind = "microwave"', 'kind = "kettle"', "fault[0].kind"),
-        ('compressor = "int4+ef"', 'compressor = "int4:7"', "it takes no argument; int4 is written int4"),
-        ('compressor = "int4+ef"', 'compressor = "int44"', "(did you mean int4?"),
+        ('compressor = "ternary+ef"', 'compressor = "ternary:7"', "it takes no argument; ternary is written ternary"),
+        ('compressor = "ternary+ef"', 'compressor = "ternaryy"', "(did you mean ternary?"),
     ],
 )
 def test_a_mistake_in_a_plugins_name_is_told_in_a_line(old: str, new: str, complaint: str, tmp_path: Path) -> None:
@@ -198,14 +198,14 @@ def test_a_process_that_is_no_generator_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_plugin_of_a_command_is_known_in_it() -> None:
-    plugins = ["--plugin", str(EXAMPLES / "gossip.py"), "--plugin", str(EXAMPLES / "int4.py")]
+    plugins = ["--plugin", str(EXAMPLES / "gossip.py"), "--plugin", str(EXAMPLES / "ternary.py")]
     words = ["run", "two-macs-wifi", *plugins, "--task", "digits", "--strategy", "gossip:0.3", "--steps", "4"]
-    ended = hcsim(*words, "--compressor", "int4")
+    ended = hcsim(*words, "--compressor", "ternary")
     assert ended.returncode == 0, ended.stderr
-    assert "digits by gossip:0.3, compressor int4" in ended.stdout
-    without = hcsim("run", "two-macs-wifi", "--task", "digits", "--compressor", "int4")
+    assert "digits by gossip:0.3, compressor ternary" in ended.stdout
+    without = hcsim("run", "two-macs-wifi", "--task", "digits", "--compressor", "ternary")
     assert without.returncode == 2
-    assert "'int4' is no compressor" in without.stderr
+    assert "'ternary' is no compressor" in without.stderr
 
 
 EVERYONE = """
@@ -238,14 +238,14 @@ def test_a_strategy_without_open_is_refused_by_a_cluster() -> None:
 
 
 SWEEP = """
-plugins = ["int4.py"]
+plugins = ["ternary.py"]
 
 [[grid]]
 kind = "training"
 study = "mine"
 tasks = ["digits", "gpt2"]
 strategies = ["ddp"]
-compressors = ["int8", "int4+ef"]
+compressors = ["int8", "ternary+ef"]
 links = ["1gbe"]
 worlds = [2]
 steps = 2
@@ -267,29 +267,29 @@ def test_a_sweep_has_plugins_in_all_its_processes_and_runs_cells_again_when_they
 
     *rows, _ = sweep()
     assert [(row["task"], row["compressor"]) for row in rows if not row["error"]] == [
-        ("digits", "int8"), ("digits", "int4+ef"), ("gpt2", "int8"), ("gpt2", "int4+ef")
+        ("digits", "int8"), ("digits", "ternary+ef"), ("gpt2", "int8"), ("gpt2", "ternary+ef")
     ]  # fmt: skip
-    half = {row["compressor"]: float(row["payload_share"]) for row in rows if row["task"] == "gpt2"}
-    assert half["int4+ef"] == pytest.approx(half["int8"] / 2, rel=0.01)
+    share = {row["compressor"]: float(row["payload_share"]) for row in rows if row["task"] == "gpt2"}
+    assert share["ternary+ef"] == pytest.approx(share["int8"] / 5, rel=0.01)
     assert "4 of 4 cells are finished already" in sweep()[-1]["said"]
-    (tmp_path / "int4.py").write_text((tmp_path / "int4.py").read_text() + "\n# another version\n")
+    (tmp_path / "ternary.py").write_text((tmp_path / "ternary.py").read_text() + "\n# another version\n")
     assert "finished already" not in sweep()[-1]["said"]
 
 
 def test_an_installed_plugin_is_found_by_its_entry_point(tmp_path: Path) -> None:
-    (tmp_path / "kitchen_int4.py").write_bytes((EXAMPLES / "int4.py").read_bytes())
+    (tmp_path / "kitchen_ternary.py").write_bytes((EXAMPLES / "ternary.py").read_bytes())
     info = tmp_path / "kitchen-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: kitchen\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[hcsim.plugins]\nkitchen = kitchen_int4\n")
+    (info / "entry_points.txt").write_text("[hcsim.plugins]\nkitchen = kitchen_ternary\n")
     python(
         """
 import sys
 sys.path.insert(0, sys.argv[1])
 from hcsim.compressors.registry import make
 make("int8", seed=0, rank=0)
-assert "kitchen_int4" not in sys.modules
-assert make("int4+ef", seed=0, rank=0).spec == "int4+ef"
+assert "kitchen_ternary" not in sys.modules
+assert make("ternary+ef", seed=0, rank=0).spec == "ternary+ef"
 """,
         str(tmp_path),
     )
@@ -317,4 +317,4 @@ def test_a_plugin_is_imported_once_whatever_it_is_called_by(tmp_path: Path) -> N
 def test_without_plugins_the_tree_is_as_ever() -> None:
     assert type(load_scenario("four-macs-1gbe")).__module__ == "hcsim.config.scenario"
     with pytest.raises(ConfigError, match="is no compressor"):
-        make("int4", seed=0, rank=0)
+        make("ternary", seed=0, rank=0)

@@ -1,6 +1,6 @@
 """A sweep file: grids of what is to be run, in TOML.
 
-    plugins = ["int4.py"]                      # modules, or files beside this one, that are loaded first
+    plugins = ["ternary.py"]                      # modules, or files beside this one, that are loaded first
 
     [[grid]]
     kind = "training"

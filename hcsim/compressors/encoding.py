@@ -55,6 +55,12 @@ class Codec(IntEnum):
     ONEBIT = 7
     POWERSGD = 8
     ZSTD = 9
+    INT4 = 10
+    INT2 = 11
+    BLOCKTOPK = 12
+    DCTTOPK = 13
+    ACPSGD = 14
+    ARCTOPK = 15
 
 
 def plugin_codec(name: str) -> int:

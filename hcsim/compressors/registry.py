@@ -8,10 +8,12 @@ from fractions import Fraction
 from typing import NamedTuple, TypeAlias
 
 from hcsim.compressors.base import Compressor
+from hcsim.compressors.block_scaled import USUAL_BLOCK, Int2, Int4, Int8
+from hcsim.compressors.block_sparse import BlockTopK, DctTopK
 from hcsim.compressors.cast import Bf16, Dense, Fp16
 from hcsim.compressors.feedback import SUFFIX, ErrorFeedback
 from hcsim.compressors.lossless import Lossless
-from hcsim.compressors.low_bit import Int8, OneBit
+from hcsim.compressors.one_bit import OneBit
 from hcsim.compressors.powersgd import PowerSGD
 from hcsim.compressors.sparse import RandomK, TopK
 from hcsim.errors import ConfigError
@@ -89,11 +91,27 @@ def _plain(compressor: Callable[[], Compressor]) -> CompressorFactory:
     return lambda _argument, _seed, _rank: compressor()
 
 
-def _int8(argument: str, seed: int, rank: int) -> Compressor:
-    block, stochastic = 0, False
+def _multiples(kind: type[Int8]) -> CompressorFactory:
+    def made(argument: str, seed: int, rank: int) -> Compressor:
+        block, stochastic = _block_settings(argument, kind.usual_block)
+        return kind(block, stochastic=stochastic, seed=seed, rank=rank)
+
+    return made
+
+
+def _int2(argument: str, _seed: int, _rank: int) -> Compressor:
+    block, stochastic = _block_settings(argument, USUAL_BLOCK)
+    if stochastic:
+        raise ValueError("two bits are too few to be right on average")
+    return Int2(block)
+
+
+def _block_settings(argument: str, usual: int) -> tuple[int, bool]:
+    block: int | None = None
+    stochastic = False
     for setting in argument.split(",") if argument else ():
         key, _, value = setting.partition("=")
-        if key == "block" and not block:
+        if key == "block" and block is None:
             block = _whole(value, 16, 1 << 15, "a block, a power of two,")
             if block & (block - 1):
                 raise ValueError(f"a block of {block} is not a power of two")
@@ -101,7 +119,17 @@ def _int8(argument: str, seed: int, rank: int) -> Compressor:
             stochastic = True
         else:
             raise ValueError(f"{setting!r} is not a setting, or stands twice")
-    return Int8(block, stochastic=stochastic, seed=seed, rank=rank)
+    return usual if block is None else block, stochastic
+
+
+def _block_sparse(kind: type[BlockTopK]) -> CompressorFactory:
+    def made(argument: str, _seed: int, _rank: int) -> Compressor:
+        ratio, comma, setting = argument.partition(",")
+        if comma and setting != "bits=2":
+            raise ValueError(f"{setting!r} is not a setting")
+        return kind(_ratio(ratio), 2 if comma else 32)
+
+    return made
 
 
 def _zstd(argument: str, _seed: int, _rank: int) -> Compressor:
@@ -119,6 +147,14 @@ _OWN = (
         lambda argument, _seed, _rank: TopK(_ratio(argument)),
     ),
     _Entry(
+        CompressorForm("blocktopk:RATIO[,bits=2]", "the largest elements of each block of 4096, with short places"),
+        _block_sparse(BlockTopK),
+    ),
+    _Entry(
+        CompressorForm("dcttopk:RATIO[,bits=2]", "the largest coefficients of each block's cosine transform"),
+        _block_sparse(DctTopK),
+    ),
+    _Entry(
         CompressorForm("randomk:RATIO", "elements chosen at random, alike on all ranks; a lower ratio sends less"),
         lambda argument, seed, _rank: RandomK(_ratio(argument), seed),
     ),
@@ -134,7 +170,15 @@ _OWN = (
             "int8[:block=N][,stochastic]",
             "one byte an element; smaller blocks err less and send more, stochastic rounds right on average",
         ),
-        _int8,
+        _multiples(Int8),
+    ),
+    _Entry(
+        CompressorForm("int4[:block=N][,stochastic]", "half a byte an element, in blocks of 256; otherwise as int8"),
+        _multiples(Int4),
+    ),
+    _Entry(
+        CompressorForm("int2[:block=N]", "two bits an element, in blocks of 256: the sign and one of two magnitudes"),
+        _int2,
     ),
     _Entry(CompressorForm("onebit", "the signs and the mean magnitude"), _plain(OneBit)),
     _Entry(CompressorForm("powersgd:RANK", "two thin factors of each matrix; a lower rank sends less"), _powersgd),

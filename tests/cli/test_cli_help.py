@@ -158,6 +158,6 @@ def test_without_a_kind_all_names_are_listed_a_line_of_names_for_each() -> None:
 
 def test_what_a_plugin_brings_is_listed() -> None:
     """In a process of its own, since plugins are registered for good."""
-    command = [sys.executable, "-m", "hcsim", "list", "compressors", "--plugin", "examples/plugins/int4.py"]
+    command = [sys.executable, "-m", "hcsim", "list", "compressors", "--plugin", "examples/plugins/ternary.py"]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=True)
-    assert "int4" in listed.stdout
+    assert "ternary" in listed.stdout

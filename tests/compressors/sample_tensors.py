@@ -18,11 +18,23 @@ LOOPS = [*COMPILED_LOOPS, plain]
 quick = settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
 
 EXACT = ["none", "zstd", "zstd:3"]
-SPARSE = ["topk:0.01", "topk:0.3", "topk:1", "randomk:0.01", "randomk:0.3", "randomk:1"]
-QUANTISED = ["fp16", "bf16", "int8", "int8:block=16", "int8:block=256,stochastic", "int8:stochastic", "onebit"]
+SPARSE = ["topk:0.01", "topk:0.3", "topk:1", "blocktopk:0.1", "randomk:0.01", "randomk:0.3", "randomk:1"]
+QUANTISED = [
+    "fp16",
+    "bf16",
+    "int8",
+    "int8:block=16",
+    "int8:block=256,stochastic",
+    "int8:stochastic",
+    "int4",
+    "int4:block=16,stochastic",
+    "onebit",
+]
+COARSE = ["int2", "int2:block=16", "blocktopk:0.1,bits=2", "dcttopk:0.1", "dcttopk:0.3,bits=2"]
+"""Encoding what they decode to may change it."""
 LOW_RANK = ["powersgd:1", "powersgd:4"]
-ALL = [*EXACT, *SPARSE, *QUANTISED, *LOW_RANK]
-LINEAR = ["none", *SPARSE[3:], *LOW_RANK]
+ALL = [*EXACT, *SPARSE, *QUANTISED, *COARSE, *LOW_RANK]
+LINEAR = ["none", *SPARSE[4:], *LOW_RANK]
 
 shapes = st.one_of(
     st.tuples(st.integers(0, 70)),

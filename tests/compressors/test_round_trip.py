@@ -108,6 +108,35 @@ def test_int8_errs_by_half_a_scale_at_most(block, tensor):
         assert error[part].max() <= max(scale / 2 * (1 + 1e-4), 1.6e-36)
 
 
+@pytest.mark.parametrize("block", [16, 256])
+@given(tensor=tensors())
+@quick
+def test_int4_errs_by_half_a_scale_at_most(block, tensor):
+    flat = tensor.reshape(-1).astype(np.float64)
+    error = np.abs(decoded(f"int4:block={block}", tensor).reshape(-1) - flat)
+    for lo in range(0, flat.size, block):
+        scale = np.abs(flat[lo : lo + block]).max() / 7 * (1 + 2**-15)
+        assert error[lo : lo + block].max() <= max(scale / 2 * (1 + 1e-4), 1.6e-36)
+
+
+def test_int2_errs_on_normal_numbers_as_the_best_quantiser_of_four_equal_steps_does():
+    """Max, "Quantizing for minimum distortion" (1960), table II: 0.1188 of the variance."""
+    x = np.random.default_rng(6).standard_normal(1 << 20).astype(np.float32)
+    assert np.mean((decoded("int2:block=32768", x) - x) ** 2) == pytest.approx(0.1188, rel=0.01)
+    assert np.mean((decoded("int2", x) - x) ** 2) < 0.1188
+
+
+@given(tensor=tensors())
+@quick
+def test_int2_keeps_signs_and_has_two_magnitudes_in_each_block(tensor):
+    out = decoded("int2:block=16", tensor).reshape(-1)
+    assert ((out < 0) == (tensor.reshape(-1) < 0))[out != 0].all()
+    for lo in range(0, out.size, 16):
+        magnitudes = np.unique(np.abs(out[lo : lo + 16]))
+        assert magnitudes.size <= 2
+        assert magnitudes[-1] in (magnitudes[0], 3 * magnitudes[0])
+
+
 @given(tensor=tensors())
 @quick
 def test_stochastic_int8_rounds_to_a_neighbour(tensor):
@@ -159,7 +188,7 @@ def test_tensors_of_many_chunks_are_the_same_as_small_ones(spec):
     if spec in EXACT:
         np.testing.assert_array_equal(once, x)
     elif spec in QUANTISED and spec != "onebit":
-        assert np.abs(once - x).max() < 0.05
+        assert np.abs(once - x).max() < (0.65 if "int4" in spec else 0.05)
 
 
 @pytest.mark.quick_cases(3)

@@ -370,7 +370,7 @@ class MeasuredKernels(NamedTuple):
     rest: Rest
 
 
-_PASSES = ((7, 10.0), (1, 45.0))
+_PASSES = ((7, 5.0), (1, 35.0))
 """Which blocks are timed in each pass: one in so many, for about so many seconds. On a machine that is busy or slow the
 last ones of each family are left out. A slow moment of the machine hits few kernels of each kind."""
 

@@ -298,7 +298,7 @@ _TALK = (
 
 
 _MEASURED = (
-    probe.Turn("b"),
+    probe.ProbeTurn("b"),
     probe.Ping(),
     probe.Burst(16, 4096, True),
     probe.Took(0.1),

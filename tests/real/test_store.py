@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from hcsim.errors import ConfigError
-from hcsim.real.hardware import FileStore
+from hcsim.real.hardware import FolderStore
 from hcsim.runtime.host import keep, kept
 
 
@@ -26,14 +26,14 @@ class Other(msgspec.Struct):
 
 
 def test_a_record_is_read_as_it_was_kept(tmp_path: Path) -> None:
-    store = FileStore(tmp_path)
+    store = FolderStore(tmp_path)
     assert kept(store, "note", Note) is None
     keep(store, "note", Note("mini", 3))
     assert kept(store, "note", Note) == Note("mini", 3)
 
 
 def test_any_damaged_bit_of_a_record_is_seen_and_its_file_is_named(tmp_path: Path) -> None:
-    store = FileStore(tmp_path)
+    store = FolderStore(tmp_path)
     keep(store, "note", Note("mini", 3))
     path = tmp_path / "note"
     whole = path.read_bytes()
@@ -47,7 +47,7 @@ def test_any_damaged_bit_of_a_record_is_seen_and_its_file_is_named(tmp_path: Pat
 
 
 def test_a_record_of_another_kind_is_refused_by_its_file(tmp_path: Path) -> None:
-    store = FileStore(tmp_path)
+    store = FolderStore(tmp_path)
     keep(store, "note", Note("mini", 3))
     with pytest.raises(ConfigError, match=f"^{tmp_path}/note: cannot be read: .*number`"):
         kept(store, "note", Other)

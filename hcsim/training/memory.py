@@ -48,6 +48,9 @@ class Held(msgspec.Struct, frozen=True):
     """Further float32 arrays as large as all that is trained."""
     payloads: float = 0.0
     """Further encoded gradients."""
+    passing: Literal[0, 2, 3] = 0
+    """What is there whole only while the rank computes with it: 2: the gradients of a bucket, 3: those of a block, and
+    the parameters of two blocks."""
     computes: Literal["own", "all", "nothing"] = "own"
     """The batches that the rank computes with."""
 

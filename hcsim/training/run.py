@@ -9,7 +9,8 @@ others; real ranks that wait for its part of the next step do not know the reaso
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager
 from functools import cached_property, partial
 from typing import Protocol
 
@@ -23,7 +24,7 @@ from hcsim.runtime.host import Host, Work
 from hcsim.training.balance import Balance, Division
 from hcsim.training.data import Batches
 from hcsim.training.layout import Bucket
-from hcsim.training.learner import Learner, TimeAccounting, digest
+from hcsim.training.learner import Learner, TimeAccounting
 from hcsim.training.optimizer import scaled_lr, warmup
 from hcsim.training.task import Flat, Score, Task
 
@@ -201,6 +202,11 @@ class Run:
         """The step at which they last compared these costs."""
         self.pending: Update | None = None
         """An update that was exchanged, and may already count on other ranks."""
+        self.assemble: Callable[[bool], Awaitable[None]] | None = None
+        """Called after every update where each rank updates a part of the parameters, with whether they are evaluated
+        next."""
+        self.is_scattered = False
+        """Whether parts of the parameters on this rank are not those of this step."""
         self.other_sent_bytes = 0
         """Bytes that a strategy sends over channels outside the group, headers included."""
         self._start_s = group.host.clock.elapsed()
@@ -252,6 +258,8 @@ class Run:
         await update.apply()
         self.pending = None
         self.step = update.step + 1
+        if self.assemble is not None:
+            await self.assemble(self._evaluates(self.step))
         await self.note(self.step, update.loss)
 
     def drop(self) -> None:
@@ -278,8 +286,8 @@ class Run:
         """Record that step number `step` (from 1) is done. The first rank evaluates periodically, and after the last
         step."""
         elapsed_s, sent_bytes = self.elapsed_s, self.sent_bytes
-        due = step % self.settings.evaluate_every == 0 or step == self.settings.steps
-        score = await self._evaluate() if due and self.group.rank == self.lead else None
+        evaluates = self._evaluates(step) and self.group.rank == self.lead and not self.is_scattered
+        score = await self._evaluate() if evaluates else None
         spent_s = self._meter.lap(elapsed_s)
         if self.balance is not None:
             self.balance.observe(self.batches.counts(step - 1)[self.group.rank], spent_s["compute"])
@@ -288,6 +296,19 @@ class Run:
         self._meter.note(self.points[-1], spent_s)
         if self.observer is not None:
             self.observer.point(self.group.rank, self.points[-1])
+
+    def _evaluates(self, step: int) -> bool:
+        return step % self.settings.evaluate_every == 0 or step == self.settings.steps
+
+    @asynccontextmanager
+    async def aside(self) -> AsyncIterator[None]:
+        """Leave out of the figures of the run what passes and what is sent in this block."""
+        before_s, sent_before = self.group.host.clock.elapsed(), self.group.wire_bytes
+        try:
+            yield
+        finally:
+            self._evaluating_s += self.group.host.clock.elapsed() - before_s
+            self._sent_before += self.group.wire_bytes - sent_before
 
     @property
     def elapsed_s(self) -> float:
@@ -308,7 +329,7 @@ class Run:
             self.sent_bytes,
             dict(self.learner.ledger.seconds),
             tuple(self.points),
-            digest(self.learner.replica.parameters),
+            self.learner.digest(),
             None if self.balance is None else self._share,
         )
 

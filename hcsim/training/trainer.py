@@ -25,7 +25,7 @@ from hcsim.training.data import Batches
 from hcsim.training.learner import Learner
 from hcsim.training.precision import compressor_of, prepared
 from hcsim.training.run import Observer, Report, Run
-from hcsim.training.strategies import completed, opened, optimizer
+from hcsim.training.strategies import completed, opened, optimizer, strategy
 from hcsim.training.task import Task
 from hcsim.training.tasks import task
 
@@ -54,7 +54,8 @@ class Trainer:
 
     @cached_property
     def learner(self) -> Learner:
-        return Learner(self.host, self.task, optimizer(self.settings), self.seed)
+        make = getattr(strategy(self.settings.strategy), "replica", None)
+        return Learner(self.host, self.task, optimizer(self.settings), self.seed, make)
 
     def balance(self, method: object, ranks: int) -> Balance | None:
         """Return what finds the ranks' shares, if the settings or the strategy leave them to their speeds."""

@@ -31,7 +31,6 @@ from hcsim.training.elastic.member import ElasticMember, TrainingExtras
 from hcsim.training.elastic.parameter_server import ServedMember
 from hcsim.training.elastic.replicated import ReplicatedMember
 from hcsim.training.elastic.synchronise import survey
-from hcsim.training.learner import digest
 from hcsim.training.run import Report
 from hcsim.training.strategies import ParameterServer, strategy
 from hcsim.transport.groups import GroupListener, GroupMembership, Wire, check_all
@@ -85,7 +84,7 @@ async def follow(member: ElasticMember, wire: Wire) -> Report:
 
 
 def _outcome(member: ElasticMember) -> str:
-    return (digest(member.run.learner.replica.parameters) or _NO_PARAMETERS) if member.is_complete else ""
+    return (member.run.learner.digest() or _NO_PARAMETERS) if member.is_complete else ""
 
 
 async def _follow(member: ElasticMember, view: View, wire: Wire, reception: GroupListener) -> bool:

@@ -19,6 +19,7 @@ import hashlib
 import msgspec
 
 from hcsim.runtime.channel import Phantom
+from hcsim.training.blockwise import PhantomBlocks
 from hcsim.training.layout import FLOAT_BYTES, Layout
 from hcsim.training.task import Block, Defaults, Flat, Indices, Task
 
@@ -45,6 +46,9 @@ class PhantomTask(msgspec.Struct, frozen=True):
 
     def replica(self, seed: int, device: str = "cpu") -> PhantomReplica:
         return PhantomReplica(Layout.of([block.shapes for block in self.blocks], self.blocks[0].element_bytes))
+
+    def blockwise(self, seed: int, device: str = "cpu", *, whole: bool) -> PhantomBlocks:
+        return PhantomBlocks(Layout.of([block.shapes for block in self.blocks], self.blocks[0].element_bytes))
 
     def score(self, parameters: Flat) -> None: ...
 

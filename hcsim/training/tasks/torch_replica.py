@@ -106,8 +106,12 @@ class TorchReplica:
         """The input of each block, detached from the previous block."""
         self._leaving: list[torch.Tensor | None] = []
         """The output of each block, None if it is to be computed again; the last one is the loss."""
-        for module, tensors in zip(modules, self._layout.blocks, strict=True):
-            place(module, tensors, memory)
+        self._place()
+
+    def _place(self) -> None:
+        """Give the modules their parameters and gradients."""
+        for module, tensors in zip(self._modules, self._layout.blocks, strict=True):
+            place(module, tensors, self._memory)
 
     @property
     def layout(self) -> Layout:
@@ -142,13 +146,22 @@ class TorchReplica:
         inputs, targets = self._inputs[batch], self._targets[batch]  # here until the device has read them
         flowing = inputs.to(self._memory.device, non_blocking=True)
         for module in self._modules:
-            # Indices have no gradient, and nobody asks for those of the data and of what is frozen.
-            entering = flowing.detach().requires_grad_(len(self._entering) > self._first_trained)
-            self._entering.append(entering)
-            again = self._recompute and module is not self._modules[-1]
-            with torch.set_grad_enabled(not again):
-                flowing = module(entering)
-            self._leaving.append(None if again else flowing)
+            flowing = self._through(module, flowing)
+        return self._loss_of(flowing, targets)
+
+    def _through(self, module: nn.Module, flowing: torch.Tensor) -> torch.Tensor:
+        """Run the next block, and keep its cut."""
+        # Indices have no gradient, and nobody asks for those of the data and of what is frozen.
+        entering = flowing.detach().requires_grad_(len(self._entering) > self._first_trained)
+        self._entering.append(entering)
+        again = self._recompute and module is not self._modules[-1]
+        with torch.set_grad_enabled(not again):
+            flowing = module(entering)
+        self._leaving.append(None if again else flowing)
+        return flowing
+
+    def _loss_of(self, flowing: torch.Tensor, targets: torch.Tensor) -> float:
+        """Compute the loss, with which the backward pass begins."""
         loss = self._leaving[-1] = self._loss(flowing, targets.to(self._memory.device, non_blocking=True))
         return float(loss.detach())
 
@@ -251,16 +264,16 @@ def place(module: nn.Module, tensors: Sequence[Tensor], memory: ReplicaMemory) -
     for name, tensor in zip(named, tensors, strict=True):
         parameter = nn.Parameter(memory.device_parameters[tensor.span].view(tensor.shape))
         parameter.grad = memory.device_gradients[tensor.span].view(tensor.shape)
-        _put(module, name, parameter)
+        put(module, name, parameter)
 
 
 def freeze(module: nn.Module, tensors: Sequence[Tensor], values: torch.Tensor) -> None:
     """Make the module's frozen parameters views of these values."""
     named = [name for name, parameter in module.named_parameters() if not parameter.requires_grad]
     for name, tensor in zip(named, tensors, strict=True):
-        _put(module, name, nn.Parameter(values[tensor.span].view(tensor.shape), requires_grad=False))
+        put(module, name, nn.Parameter(values[tensor.span].view(tensor.shape), requires_grad=False))
 
 
-def _put(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+def put(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
     owner, _, leaf = name.rpartition(".")
     setattr(module.get_submodule(owner), leaf, parameter)

@@ -18,7 +18,7 @@ import hashlib
 import unicodedata
 from collections.abc import Callable, Sequence
 from copy import copy
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,7 @@ from hcsim.rng import generator
 from hcsim.runtime.channel import Phantom
 from hcsim.training.layout import Layout, initial
 from hcsim.training.task import Block, Defaults, Flat, Score, recomputed
+from hcsim.training.tasks.torch_blocks import TorchBlocks
 from hcsim.training.tasks.torch_replica import (
     Array,
     ReplicaMemory,
@@ -125,12 +126,26 @@ class TorchTask:
 
     def replica_in(self, memory: ReplicaMemory) -> TorchReplica:
         """Return a model over these arrays, with their present values."""
-        data, modules = (self.training.inputs, self.training.targets), self._on_meta()
+        data, modules = (self.training.inputs, self.training.targets), self._modules_on(memory.device)
+        return TorchReplica(modules, cross_entropy, data, memory, recompute=self.recompute)
+
+    def blockwise(self, seed: int, device: str = "cpu", *, whole: bool) -> TorchBlocks:
+        """Return a fresh model that is given its blocks one by one; `whole`: with all its parameters."""
+        data, modules = (self.training.inputs, self.training.targets), self._modules_on(torch.device(device))
+        draw = partial(initial, seed, gain=self.model.gain)
+        replica = TorchBlocks(modules, cross_entropy, data, device, draw, recompute=self.recompute)
+        if whole:
+            replica.parameters = np.concatenate([replica.fresh(block) for block in reversed(range(len(modules)))])
+        return replica
+
+    def _modules_on(self, device: torch.device) -> Sequence[nn.Module]:
+        """Return modules whose frozen parameters have their values, and the others none."""
+        modules = self._on_meta()
         if self.frozen_layout.length:
-            values = torch.from_numpy(self.frozen).to(memory.device)
+            values = torch.from_numpy(self.frozen).to(device)
             for module, tensors in zip(modules, self.frozen_layout.blocks, strict=True):
                 freeze(module, tensors, values)
-        return TorchReplica(modules, cross_entropy, data, memory, recompute=self.recompute)
+        return modules
 
     def score(self, parameters: Flat) -> Score:
         if isinstance(parameters, Phantom):

@@ -15,6 +15,7 @@ from hcsim.config.training import Training
 from hcsim.errors import ConfigError
 from hcsim.runtime.work_time import seconds
 from hcsim.training.balance import UNKNOWN, StepCost, assumed, fastest, predicted, shares
+from hcsim.training.blockwise import Divisible
 from hcsim.training.learner import step_work
 from hcsim.training.memory import MemoryNeed, Place, memory_need
 from hcsim.training.precision import prepared
@@ -83,6 +84,8 @@ def fits_of(
     found, known = [], dict[tuple[object, ...], MemoryNeed]()
     for rank, room in enumerate(rooms):
         held = held_by(chosen, (rank - computing) % ranks, ranks)
+        if held.passing and not isinstance(own, Divisible):  # its replicas are whole all the time
+            held = replace(held, weights=1.0 + held.weights, gradients=1.0, passing=0)
         samples = {"own": batches[rank], "all": sum(batches), "nothing": 0}[held.computes]
         place = Place(ranks, samples, saves and not rank, mirrored)
         if (held, place) not in known:
@@ -133,14 +136,16 @@ def _changes(settings: Training, what: Task) -> Iterator[tuple[str, Training]]:
     narrow = [_Change("--set precision=bf16", {"precision": "bf16"})] * (settings.precision == "fp32" and what.phantom)
     plain = [_Change("--set optimizer=sgd", {"optimizer": "sgd"})] * (settings.optimizer != "sgd")
     whole = [_Change("--strategy ddp", {"strategy": "ddp"})] * (settings.strategy not in ("ddp", "hierarchical"))
+    sharded = [_Change("--strategy zero3", {"strategy": "zero3"})]
+    sharded *= settings.strategy == "ddp" and settings.compressor == "none" and settings.algorithm == "auto"
     thin = []
     if "lora" in figures_of(settings.task) and "lora=" not in settings.task:
         adapted = f"{settings.task}{',' if ':' in settings.task else ':'}lora=16"
         thin = [_Change(f"--task {adapted}", {"task": adapted})]
     least = smaller[-1:]
-    together = ([*again, *narrow], [*least, *again], [*least, *again, *narrow], [*thin, *again],
+    together = ([*again, *narrow], [*sharded, *again], [*sharded, *again, *narrow], [*least, *again], [*least, *again, *narrow], [*thin, *again],
                 [*thin, *again, *narrow], [*thin, *least, *again, *narrow])  # fmt: skip
-    each = [[change] for change in (*smaller, *again, *narrow, *whole, *plain, *thin)]
+    each = [[change] for change in (*smaller, *again, *narrow, *whole, *plain, *sharded, *thin)]
     for changes in (*each, *(several for several in together if len(several) > 1)):
         fields = {name: value for change in changes for name, value in change.fields.items()}
         yield " ".join(change.words for change in changes), replace(settings, **fields)

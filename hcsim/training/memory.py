@@ -27,7 +27,7 @@ from hcsim.compressors.cast import Dense
 from hcsim.compressors.feedback import ErrorFeedback
 from hcsim.compressors.powersgd import PowerSGD
 from hcsim.config.training import Training
-from hcsim.training.layout import FLOAT_BYTES, Layout
+from hcsim.training.layout import FLOAT_BYTES, Bucket, Layout
 from hcsim.training.precision import compressor_of
 from hcsim.training.task import Block, Task
 
@@ -95,21 +95,23 @@ def memory_need(task: Task, settings: Training, held: Held, place: Place) -> Mem
     blocks = task.blocks
     layout = Layout.of([block.shapes for block in blocks], blocks[0].element_bytes)
     trained = layout.length
-    weights = sum(block.element_bytes * (block.length + block.frozen_length) for block in blocks)
     state = _optimizer_bytes(settings, layout) * trained
-    copies = 2 if place.mirrored else 1
+    weights, gradients = _resident(blocks, layout, settings, held)
+    if place.mirrored:
+        there = _on_device(blocks, layout, held)
+        weights, gradients = weights + there[0], gradients + there[1]
     compressor = compressor_of(settings, 0, 0)
     payload = sum(compressor.size_bytes(tensor.shape) for tensor in layout.tensors)
     strategy = held.copies * FLOAT_BYTES * trained + held.payloads * payload
     alone = place.ranks == 1
     return MemoryNeed(
-        weights=round(copies * held.weights * weights),
-        gradients=round(copies * held.gradients * layout.size_bytes),
+        weights=round(weights),
+        gradients=round(gradients),
         optimizer=round(held.optimizer * state),
         activations=round(held.activations * activation_bytes(blocks, place.samples)) if place.samples else 0,
         strategy=round(strategy),
         compression=0 if alone else compression_bytes(compressor, layout, place.ranks),
-        exchange=0 if alone else _exchange_bytes(layout, settings),
+        exchange=0 if alone else _exchange_bytes(_buckets(layout, settings, held), place.ranks if held.passing else 1),
         checkpoint=2 * (layout.size_bytes + state) if place.saves else 0,
     )
 
@@ -162,7 +164,45 @@ def compression_bytes(compressor: Compressor, layout: Layout, ranks: int) -> int
     return total
 
 
-def _exchange_bytes(layout: Layout, settings: Training) -> int:
-    """Return the scratch memory of collectives: what is kept, and a bucket that is received before it is added."""
-    largest = max(bucket.size_bytes for bucket in layout.buckets(settings.bucket_bytes))
-    return KEPT_BYTES + largest
+def _resident(blocks: Sequence[Block], layout: Layout, settings: Training, held: Held) -> tuple[float, float]:
+    """Return the bytes of weights and gradients in the host's memory.
+
+    While a bucket is computed, that before it is reduced. Frozen weights are not shared out where the model
+    passes block by block."""
+    trained = layout.size_bytes
+    frozen = sum(block.element_bytes * block.frozen_length for block in blocks)
+    gradients = held.gradients * trained
+    if not held.passing:
+        return held.weights * (trained + frozen), gradients
+    sizes = [bucket.size_bytes for bucket in _buckets(layout, settings, held)]
+    gradients += max(map(sum, zip(sizes, [0, *sizes[:-1]], strict=True)))
+    lengths = [block.element_bytes * block.length for block in blocks]
+    gathered = max(map(sum, zip(lengths, [*lengths[1:], 0], strict=True))) if held.passing == 3 else 0
+    return held.weights * trained + gathered + frozen, gradients
+
+
+def _on_device(blocks: Sequence[Block], layout: Layout, held: Held) -> tuple[float, float]:
+    """Return the bytes of weights and gradients in the memory of a device that has its own."""
+    frozen = sum(block.element_bytes * block.frozen_length for block in blocks)
+    if not held.passing:
+        return held.weights * (layout.size_bytes + frozen), held.gradients * layout.size_bytes
+    largest = max(block.element_bytes * block.length for block in blocks)
+    return largest + frozen, largest
+
+
+def device_bytes(task: Task, settings: Training, held: Held, samples: int) -> int:
+    """Return what of it is in the memory of a device that has its own."""
+    blocks = task.blocks
+    layout = Layout.of([block.shapes for block in blocks], blocks[0].element_bytes)
+    return round(sum(_on_device(blocks, layout, held)) + held.activations * activation_bytes(blocks, samples))
+
+
+def _buckets(layout: Layout, settings: Training, held: Held) -> tuple[Bucket, ...]:
+    return layout.buckets(1 if held.passing == 3 else settings.bucket_bytes)
+
+
+def _exchange_bytes(buckets: Sequence[Bucket], parts: int) -> int:
+    """Return the scratch memory of collectives: what is kept, and a bucket, or a part of it, that is received before it
+    is added."""
+    largest = max(bucket.size_bytes for bucket in buckets)
+    return KEPT_BYTES + largest // parts

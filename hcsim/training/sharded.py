@@ -52,6 +52,8 @@ from hcsim.training.shards import HeldShards, Partition, held_shards
 from hcsim.training.task import Flat, backward_work, block_forward_work
 
 Stage = Literal[1, 2, 3]
+_UNDER_WAY = 1
+"""Buckets that are reduced while the next one is computed: gradients that are not kept are there until then."""
 
 
 class Ranks(NamedTuple):
@@ -271,6 +273,10 @@ class _Step:
         self._algorithm = run.settings.algorithm
         self._closing = {bucket.blocks[-1]: n for n, bucket in enumerate(self._state.partition.buckets)}
         self._pending: list[asyncio.Task[Any]] = []
+        self._under_way = asyncio.Semaphore(_UNDER_WAY if method.stage > 1 else len(self._closing))
+        self._reducing: list[asyncio.Task[Any]] = []
+        self._gathering: list[asyncio.Task[Any]] = []
+        """The block that comes next, if it is not there yet."""
 
     async def reduced(self) -> float:
         """Return the loss once all gradients are averages."""
@@ -282,9 +288,10 @@ class _Step:
             with self._run.learner.ledger.spent_on("exchange"):
                 await all_of(self._pending, self._run, self._step)
         except BaseException:
-            for each in self._pending:
+            left = [*self._pending, *self._gathering]
+            for each in left:
                 each.cancel()
-            await asyncio.gather(*self._pending, return_exceptions=True)
+            await asyncio.gather(*left, return_exceptions=True)
             raise
         return loss
 
@@ -307,11 +314,15 @@ class _Step:
                 work = block_forward_work(task.blocks[block], samples)
                 function = partial(replica.forward_block, block, parameters)
                 loss = await learner.run(work, function, f"forward {block}")
+                del function
+            del parameters  # before room is made for the next one
         gradients: Flat = Phantom(0)
         buckets = {block: bucket for bucket in self._state.partition.buckets for block in bucket.blocks}
         for block in reversed(forward):
             bucket = buckets[block]
             if block == bucket.blocks[0]:
+                gradients = Phantom(0)
+                await self._reduced_but(_UNDER_WAY)
                 gradients = replica.slopes(bucket.lo, bucket.hi)
             parameters = await anext(coming)
             if samples:
@@ -319,37 +330,37 @@ class _Step:
                 slopes = part_of(gradients, lo - bucket.lo, hi - bucket.lo)
                 function = partial(replica.backward_block, block, parameters, slopes)
                 into = None if isinstance(slopes, Phantom) or lo == hi else slopes.data
-                with learner.ledger.spent_on("compute", f"backward {block}"):
-                    await learner.host.device.run(backward_work(task.blocks[block], samples), function, into)
+                await learner.run(backward_work(task.blocks[block], samples), function, f"backward {block}", into)
+                del function, slopes, into
+            del parameters
             if block in self._closing:
                 await self._reduce(self._closing[block], gradients)
         return loss
 
     async def _parameters(self, blocks: Sequence[int]) -> AsyncIterator[Flat]:
         """Yield the parameters of these blocks, each of which is gathered while the one before it is computed."""
-        ahead = self._gathering(blocks[0])
+        ahead = self._room_for(blocks[0])
         for following in (*blocks[1:], None):
-            parameters, gathering = ahead
-            if gathering is not None:
+            if self._gathering:
                 with self._run.learner.ledger.spent_on("exchange", "gather"):
-                    await gathering
+                    await self._gathering.pop()
+            parameters = ahead
             if following is not None:
-                ahead = self._gathering(following)
+                ahead = self._room_for(following)
             yield parameters
 
-    def _gathering(self, block: int) -> tuple[Flat, asyncio.Task[Any] | None]:
-        """Return the parameters of a block, and what has to be waited for before they are there."""
+    def _room_for(self, block: int) -> Flat:
+        """Return where the parameters of a block are, and begin to gather them."""
         lo, hi = self._range(block)
         replica = cast(BlockwiseReplica, self._run.learner.replica)
         if self._method.stage < 3 or lo == hi:
             whole = replica.parameters if self._method.stage < 3 else replica.room(0, 0)
-            return part_of(whole, lo, hi) if lo < hi else part_of(whole, 0, 0), None
+            return part_of(whole, lo, hi)
         number = self._closing[block]
         into = replica.room(lo, hi)
         values = self._state.pieces[self._state.own][number].values
-        gathering = self._method.gathered(number, values, into, self._algorithm)
-        self._pending.append(gathering)
-        return into, gathering
+        self._gathering.append(self._method.gathered(number, values, into, self._algorithm))
+        return into
 
     def _range(self, block: int) -> tuple[int, int]:
         tensors = self._run.learner.layout.blocks[block]
@@ -360,17 +371,27 @@ class _Step:
         await self._run.commit.admit(gradients, replace(bucket, lo=0, hi=bucket.hi - bucket.lo))
         name = f"gradients of step {self._step}, bucket {number}"
         self._pending.append(self._run.group.host.spawn(self._share_out(number, bucket, gradients), name=name))
+        self._reducing.append(self._pending[-1])
+
+    async def _reduced_but(self, most: int) -> None:
+        """Wait until no more than so many buckets are under way."""
+        while len(self._reducing) > most:
+            with self._run.learner.ledger.spent_on("exchange"):
+                await self._reducing.pop(0)
 
     async def _share_out(self, number: int, bucket: Bucket, gradients: Flat) -> None:
         """Bring the average of each part to those who hold its shard."""
         state, near = self._state, self._near
-        await self._run.group.host.device.touch(2 * bucket.size_bytes)
-        if not isinstance(gradients, Phantom):
-            gradients *= np.float32(self._weight)
-        mine = self._room(number, state.own, gradients)
-        if bucket.hi > bucket.lo:
-            counts = state.partition.counts(number)
-            await near.reduce_scatter(gradients, counts=counts, into=mine, algorithm=self._algorithm, bucket=number)
+        async with self._under_way:
+            await self._run.group.host.device.touch(2 * bucket.size_bytes)
+            if not isinstance(gradients, Phantom):
+                gradients *= np.float32(self._weight)
+            mine = self._room(number, state.own, gradients)
+            if bucket.hi > bucket.lo:
+                counts = state.partition.counts(number)
+                await near.reduce_scatter(
+                    gradients, counts=counts, into=mine, algorithm=self._algorithm, bucket=number, spends=True
+                )
         if self._far is not None and length_of(mine):
             await self._far.all_reduce(mine, bucket=number)
         if not isinstance(mine, Phantom):

@@ -3,7 +3,7 @@
     python -m experiments.memory
     python -m experiments.memory --device cuda --only "gpt2:tokens=512 resnet50 vit-b16"
 
-Two ranks train torch modules of the same shapes as a task's, with data parallelism, each in a process of its own. The
+Two ranks train torch modules of the same shapes as a task's, with data parallelism and with zero3, each in a process of its own. The
 last rank, which evaluates nothing, says what it has used at most from the moment before it builds the model on: on a
 processor its resident memory (Linux tells the peak), on CUDA what torch has allocated there. The prediction is
 `hcsim.training.memory`'s, from shapes alone. No time is measured, so that the machine may have other things to do.
@@ -35,8 +35,9 @@ from hcsim import real_group, train
 from hcsim.collectives.select import Options
 from hcsim.config import Training
 from hcsim.config.training import read_spec
-from hcsim.training.memory import FRAMEWORK_BYTES, Held, MemoryNeed, Place, memory_need
+from hcsim.training.memory import FRAMEWORK_BYTES, MemoryNeed, Place, device_bytes, memory_need
 from hcsim.training.precision import prepared
+from hcsim.training.strategies import held_by, strategy
 from hcsim.training.task import Defaults
 from hcsim.training.tasks import TASKS, task
 from hcsim.training.tasks.torch_task import Dataset, NetworkSpec, TorchTask
@@ -173,7 +174,7 @@ def torch_task(spec: str, samples: int) -> TorchTask:
         of = figures.architecture if isinstance(figures, Gpt2) else _architecture(figures)
         codes = torch.randint(0, of.vocabulary, (samples, figures.tokens + 1))
         data = Dataset(codes[:, :-1].contiguous(), codes[:, 1:].contiguous())
-        return _task(spec, lambda: decoder(of), data)
+        return _task(spec, lambda: decoder(of), data, tied=(0,))
     if not isinstance(figures, ViTBase | ViTSmall | ResNet18 | ResNet50):
         raise typer.BadParameter(f"{spec}: there are no torch modules of it here", param_hint="--only")
     images = Dataset(torch.rand(samples, 3, figures.side, figures.side), torch.randint(0, 1000, (samples,)))
@@ -190,9 +191,11 @@ def _architecture(of: Transformer) -> Architecture:
     return Architecture(of.layers, of.width, of.vocabulary, of.heads or 0, positions=of.tokens)
 
 
-def _task(spec: str, modules: Any, data: Dataset) -> TorchTask:
+def _task(spec: str, modules: Any, data: Dataset, tied: tuple[int, ...] = ()) -> TorchTask:
     held_out = Dataset(data.inputs[:1], data.targets[:1])
-    return TorchTask(spec, NetworkSpec(modules, 1.0), data, held_out, Defaults(0.01, 0.9, 1))
+    found = TorchTask(spec, NetworkSpec(modules, 1.0), data, held_out, Defaults(0.01, 0.9, 1))
+    found.tied = tied
+    return found
 
 
 # A rank's process.
@@ -206,13 +209,14 @@ class Cell(msgspec.Struct, frozen=True):
     device: str
     optimizer: str
     recompute: bool
+    strategy: str
     ports: tuple[int, ...]
 
     @property
     def settings(self) -> Training:
         return Training(
             task=self.spec, steps=STEPS, batch=self.batch, optimizer=self.optimizer, recompute=self.recompute,  # type: ignore[arg-type]
-            lr=1e-4, momentum=0.9 if self.optimizer == "sgd" else None, timeout_s=PositiveSeconds(300),
+            strategy=self.strategy, lr=1e-4, momentum=0.9 if self.optimizer == "sgd" else None, timeout_s=PositiveSeconds(300),
         )  # fmt: skip
 
 
@@ -253,12 +257,19 @@ def measured(cell: Cell) -> int:
 def predicted(cell: Cell) -> MemoryNeed:
     settings = cell.settings
     own = prepared(task(cell.spec), settings)
-    return memory_need(own, settings, Held(), Place(RANKS, cell.batch, mirrored=cell.device != "cpu"))
+    held = held_by(strategy(cell.strategy), RANKS - 1, RANKS)
+    return memory_need(own, settings, held, Place(RANKS, cell.batch, mirrored=cell.device != "cpu"))
 
 
-def on_device(need: MemoryNeed) -> int:
-    """Return what of it is in the memory of a GPU: one of both copies of weights and gradients, and activations."""
-    return need.weights // 2 + need.gradients // 2 + need.activations
+def on_device(cell: Cell) -> int:
+    """Return what of it is in the memory of a GPU."""
+    own = prepared(task(cell.spec), cell.settings)
+    return device_bytes(own, held_by(strategy(cell.strategy), RANKS - 1, RANKS), cell.batch)
+
+
+def _sharded(usual: Cell) -> tuple[Cell, ...]:
+    sharded = replace(usual, optimizer="adamw", strategy="zero3")
+    return sharded, replace(sharded, recompute=True)
 
 
 def free_ports() -> tuple[int, ...]:
@@ -277,20 +288,20 @@ def main(
     """Compare predicted with measured memory."""
     asked.check_json(json)
     table = Table(box=box.SIMPLE)
-    for heading in ("task", "optimizer", "recompute", "predicted", "measured", "error"):
-        table.add_column(heading, justify="left" if heading in ("task", "optimizer", "recompute") else "right")
+    for heading in ("task", "strategy", "optimizer", "recompute", "predicted", "measured", "error"):
+        table.add_column(heading, justify="left" if heading in ("task", "strategy", "optimizer", "recompute") else "right")
     rows = []
     for spec in only.split():
-        usual = Cell(spec, batch, device, "sgd", False, ())
-        for cell in (usual, replace(usual, optimizer="adamw"), replace(usual, recompute=True)):
+        usual = Cell(spec, batch, device, "sgd", False, "ddp", ())
+        for cell in (usual, replace(usual, optimizer="adamw"), replace(usual, recompute=True), *_sharded(usual)):
             need = predicted(cell)
-            expected = on_device(need) if device == "cuda" else need.total - FRAMEWORK_BYTES
+            expected = on_device(cell) if device == "cuda" else need.total - FRAMEWORK_BYTES
             found = measured(replace(cell, ports=free_ports()))
             error = expected / found - 1
             rows.append({**msgspec.to_builtins(cell), "predicted": expected, "measured": found, "parts": need.parts})
             sizes = (f"{each / (1 << 20):.1f} MiB" for each in (expected, found))
-            table.add_row(spec, cell.optimizer, str(cell.recompute).lower(), *sizes, f"{100 * error:+.1f} %")
-            print(spec, cell.optimizer, cell.recompute, f"{100 * error:+.1f} %", file=sys.stderr, flush=True)
+            table.add_row(spec, cell.strategy, cell.optimizer, str(cell.recompute).lower(), *sizes, f"{100 * error:+.1f} %")
+            print(spec, cell.strategy, cell.optimizer, cell.recompute, f"{100 * error:+.1f} %", file=sys.stderr, flush=True)
     Console().print(table)
     if json is not None:
         with open(json, "wb") as file:

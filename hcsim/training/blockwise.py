@@ -39,11 +39,19 @@ class BlockwiseReplica(Protocol):
     def begin(self, batch: Indices) -> None:
         """Begin a forward pass."""
 
+    def gather_slopes(self, block: int, gradients: Flat) -> None:
+        """Add here what later blocks know of the gradients of a tied block, before the backward pass."""
+
     def forward_block(self, block: int, parameters: Flat) -> float:
         """Run the next block, with the parameters of its range. The last one returns the mean loss."""
 
     def backward_block(self, block: int, parameters: Flat, gradients: Flat) -> None:
         """Add the gradients of the block's range."""
+
+
+def tied_blocks(task: object) -> tuple[int, ...]:
+    """Return the blocks whose parameters later blocks use too: they stay from the forward to the backward pass."""
+    return getattr(task, "tied", ())
 
 
 @runtime_checkable
@@ -78,6 +86,8 @@ class PhantomBlocks:
     slopes = room
 
     def begin(self, batch: Indices) -> None: ...
+
+    def gather_slopes(self, block: int, gradients: Flat) -> None: ...
 
     def forward_block(self, block: int, parameters: Flat) -> float:
         return float("nan")
@@ -128,6 +138,8 @@ class WholeReplica:
 
     def begin(self, batch: Indices) -> None:
         self._batch = batch
+
+    def gather_slopes(self, block: int, gradients: Flat) -> None: ...
 
     def forward_block(self, block: int, parameters: Flat) -> float:
         last = block == len(self.layout.blocks) - 1

@@ -27,6 +27,7 @@ from hcsim.compressors.cast import Dense
 from hcsim.compressors.feedback import ErrorFeedback
 from hcsim.compressors.powersgd import PowerSGD
 from hcsim.config.training import Training
+from hcsim.training.blockwise import tied_blocks
 from hcsim.training.layout import FLOAT_BYTES, Bucket, Layout
 from hcsim.training.precision import compressor_of
 from hcsim.training.task import Block, Task
@@ -96,9 +97,9 @@ def memory_need(task: Task, settings: Training, held: Held, place: Place) -> Mem
     layout = Layout.of([block.shapes for block in blocks], blocks[0].element_bytes)
     trained = layout.length
     state = _optimizer_bytes(settings, layout) * trained
-    weights, gradients = _resident(blocks, layout, settings, held)
+    weights, gradients = _resident(task, layout, settings, held)
     if place.mirrored:
-        there = _on_device(blocks, layout, held)
+        there = _on_device(task, layout, held)
         weights, gradients = weights + there[0], gradients + there[1]
     compressor = compressor_of(settings, 0, 0)
     payload = sum(compressor.size_bytes(tensor.shape) for tensor in layout.tensors)
@@ -164,37 +165,46 @@ def compression_bytes(compressor: Compressor, layout: Layout, ranks: int) -> int
     return total
 
 
-def _resident(blocks: Sequence[Block], layout: Layout, settings: Training, held: Held) -> tuple[float, float]:
+def _resident(task: Task, layout: Layout, settings: Training, held: Held) -> tuple[float, float]:
     """Return the bytes of weights and gradients in the host's memory.
 
     While a bucket is computed, that before it is reduced. Frozen weights are not shared out where the model
     passes block by block."""
-    trained = layout.size_bytes
+    trained, blocks = layout.size_bytes, task.blocks
     frozen = sum(block.element_bytes * block.frozen_length for block in blocks)
     gradients = held.gradients * trained
     if not held.passing:
         return held.weights * (trained + frozen), gradients
-    sizes = [bucket.size_bytes for bucket in _buckets(layout, settings, held)]
+    always = tied_blocks(task)
+    sizes = [bucket.size_bytes for bucket in _buckets(layout, settings, held) if not {*bucket.blocks} & {*always}]
     gradients += max(map(sum, zip(sizes, [0, *sizes[:-1]], strict=True)))
-    lengths = [block.element_bytes * block.length for block in blocks]
+    lengths = [block.element_bytes * block.length * (number not in always) for number, block in enumerate(blocks)]
     gathered = max(map(sum, zip(lengths, [*lengths[1:], 0], strict=True))) if held.passing == 3 else 0
-    return held.weights * trained + gathered + frozen, gradients
+    tied = _tied_bytes(task)
+    return held.weights * trained + gathered + frozen + tied * (held.passing == 3), gradients + tied
 
 
-def _on_device(blocks: Sequence[Block], layout: Layout, held: Held) -> tuple[float, float]:
+def _on_device(task: Task, layout: Layout, held: Held) -> tuple[float, float]:
     """Return the bytes of weights and gradients in the memory of a device that has its own."""
+    blocks = task.blocks
     frozen = sum(block.element_bytes * block.frozen_length for block in blocks)
     if not held.passing:
         return held.weights * (layout.size_bytes + frozen), held.gradients * layout.size_bytes
-    largest = max(block.element_bytes * block.length for block in blocks)
-    return largest + frozen, largest
+    tied = _tied_bytes(task)
+    others = [block for number, block in enumerate(blocks) if number not in tied_blocks(task)]
+    largest = max(block.element_bytes * block.length for block in others) if others else 0
+    return largest + tied + frozen, largest + tied
 
 
-def device_bytes(task: Task, settings: Training, held: Held, samples: int) -> int:
+def _tied_bytes(task: Task) -> int:
+    return sum(task.blocks[number].element_bytes * task.blocks[number].length for number in tied_blocks(task))
+
+
+def device_bytes(task: Task, held: Held, samples: int) -> int:
     """Return what of it is in the memory of a device that has its own."""
     blocks = task.blocks
     layout = Layout.of([block.shapes for block in blocks], blocks[0].element_bytes)
-    return round(sum(_on_device(blocks, layout, held)) + held.activations * activation_bytes(blocks, samples))
+    return round(sum(_on_device(task, layout, held)) + held.activations * activation_bytes(blocks, samples))
 
 
 def _buckets(layout: Layout, settings: Training, held: Held) -> tuple[Bucket, ...]:

@@ -41,8 +41,9 @@ from hcsim.collectives.group import Group
 from hcsim.compressors.encoding import check_input
 from hcsim.errors import ConfigError
 from hcsim.runtime.channel import Phantom
+from hcsim.runtime.host import Work
 from hcsim.training.balance import EVERY_STEPS
-from hcsim.training.blockwise import BlockwiseReplica
+from hcsim.training.blockwise import BlockwiseReplica, tied_blocks
 from hcsim.training.layout import Bucket
 from hcsim.training.learner import Learner, StateArray
 from hcsim.training.optimizer import Optimizer, clip_scale, update_work
@@ -272,6 +273,9 @@ class _Step:
         self._state, (self._near, self._far) = method.parts
         self._algorithm = run.settings.algorithm
         self._closing = {bucket.blocks[-1]: n for n, bucket in enumerate(self._state.partition.buckets)}
+        self._tied = tied_blocks(run.task)
+        self._kept: dict[int, Flat] = {}
+        """The parameters of tied blocks, from the forward to the backward pass."""
         self._pending: list[asyncio.Task[Any]] = []
         self._under_way = asyncio.Semaphore(_UNDER_WAY if method.stage > 1 else len(self._closing))
         self._reducing: list[asyncio.Task[Any]] = []
@@ -316,14 +320,22 @@ class _Step:
                 loss = await learner.run(work, function, f"forward {block}")
                 del function
             del parameters  # before room is made for the next one
-        gradients: Flat = Phantom(0)
         buckets = {block: bucket for bucket in self._state.partition.buckets for block in bucket.blocks}
+        slopes_of: dict[int, Flat] = {}
+        for block in self._tied:
+            bucket, (lo, hi) = buckets[block], self._range(block)
+            slopes_of[bucket.number] = gradients = replica.slopes(bucket.lo, bucket.hi)
+            if samples:
+                tied = partial(replica.gather_slopes, block, part_of(gradients, lo - bucket.lo, hi - bucket.lo))
+                await learner.run(Work(kernels=0), tied)
+                del tied
+            del gradients
         for block in reversed(forward):
             bucket = buckets[block]
-            if block == bucket.blocks[0]:
-                gradients = Phantom(0)
+            if block == bucket.blocks[0] and bucket.number not in slopes_of:
                 await self._reduced_but(_UNDER_WAY)
-                gradients = replica.slopes(bucket.lo, bucket.hi)
+                slopes_of[bucket.number] = replica.slopes(bucket.lo, bucket.hi)
+            gradients = slopes_of[bucket.number]
             parameters = await anext(coming)
             if samples:
                 lo, hi = self._range(block)
@@ -334,7 +346,9 @@ class _Step:
                 del function, slopes, into
             del parameters
             if block in self._closing:
+                del slopes_of[bucket.number]
                 await self._reduce(self._closing[block], gradients)
+            del gradients
         return loss
 
     async def _parameters(self, blocks: Sequence[int]) -> AsyncIterator[Flat]:
@@ -356,8 +370,12 @@ class _Step:
         if self._method.stage < 3 or lo == hi:
             whole = replica.parameters if self._method.stage < 3 else replica.room(0, 0)
             return part_of(whole, lo, hi)
+        if block in self._kept:
+            return self._kept.pop(block)
         number = self._closing[block]
         into = replica.room(lo, hi)
+        if block in self._tied:
+            self._kept[block] = into
         values = self._state.pieces[self._state.own][number].values
         self._gathering.append(self._method.gathered(number, values, into, self._algorithm))
         return into

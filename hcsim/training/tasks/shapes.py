@@ -19,7 +19,7 @@ import hashlib
 import msgspec
 
 from hcsim.runtime.channel import Phantom
-from hcsim.training.blockwise import PhantomBlocks
+from hcsim.training.blockwise import PhantomBlocks, tied_blocks
 from hcsim.training.layout import FLOAT_BYTES, Layout
 from hcsim.training.task import Block, Defaults, Flat, Indices, Task
 
@@ -34,6 +34,8 @@ class PhantomTask(msgspec.Struct, frozen=True):
     blocks: tuple[Block, ...]
     samples: int
     defaults: Defaults
+    tied: tuple[int, ...] = ()
+    """Blocks whose parameters later blocks use too."""
 
     @property
     def phantom(self) -> bool:
@@ -55,7 +57,7 @@ class PhantomTask(msgspec.Struct, frozen=True):
 
 def shapes_of(task: Task) -> PhantomTask:
     """Return a task that costs what this one does, without its data."""
-    return PhantomTask(task.name, tuple(task.blocks), task.samples, task.defaults)
+    return PhantomTask(task.name, tuple(task.blocks), task.samples, task.defaults, tied_blocks(task))
 
 
 class PhantomReplica:

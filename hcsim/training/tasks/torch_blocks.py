@@ -46,6 +46,15 @@ class _Nowhere(ReplicaMemory):
         self.device = torch.device(device)
 
 
+class BlockPlan(NamedTuple):
+    """How blocks are computed."""
+
+    device: str
+    recompute: bool = False
+    tied: tuple[int, ...] = ()
+    """Blocks whose parameters later blocks use too."""
+
+
 class TorchBlocks(TorchReplica):
     """One rank's copy of the model, of which the caller holds the parameters."""
 
@@ -54,20 +63,21 @@ class TorchBlocks(TorchReplica):
         modules: Sequence[nn.Module],
         loss: Loss,
         data: tuple[torch.Tensor, torch.Tensor],
-        device: str,
         draw: Callable[[Tensor], Array],
-        *,
-        recompute: bool = False,
+        plan: BlockPlan,
     ) -> None:
         """`draw` returns the first values of a parameter."""
         self._own: list[list[nn.Parameter]] = []
         """The parameters of each block."""
-        self._nothing = torch.empty(0, device=device)
+        self._nothing = torch.empty(0, device=plan.device)
         self._flat: dict[int, torch.Tensor] = {}
         """The parameters of blocks that have them, on the device."""
+        self._slopes: dict[int, torch.Tensor] = {}
+        """The gradients of blocks, on the device."""
         self._draw = draw
+        self._tied = plan.tied
         self._flowing = self._awaited = self._nothing
-        super().__init__(modules, loss, data, _Nowhere(device), recompute=recompute)
+        super().__init__(modules, loss, data, _Nowhere(plan.device), recompute=plan.recompute)
         size_bytes = FLOAT_BYTES * self._layout.length
         self._whole: Flat = Phantom(size_bytes, FLOAT_BYTES)
         self._absent = self._whole
@@ -108,6 +118,7 @@ class TorchBlocks(TorchReplica):
         compute_alike()
         self._entering, self._leaving = [], []
         self._flat.clear()
+        self._slopes.clear()
         rows = torch.from_numpy(np.array(batch))
         self._flowing, self._awaited = self._inputs[rows], self._targets[rows]
 
@@ -121,7 +132,8 @@ class TorchBlocks(TorchReplica):
             self._flowing = self._through(self._modules[block], entering)
             last = block == len(self._modules) - 1
             loss = self._loss_of(self._flowing, self._awaited) if last else float("nan")
-        self._take_away(block)
+        if block not in self._tied:
+            self._take_away(block)
         if last:
             self._flowing = self._awaited = self._nothing
         return loss
@@ -129,18 +141,23 @@ class TorchBlocks(TorchReplica):
     def backward_block(self, block: int, parameters: Flat, gradients: Flat) -> None:
         assert not isinstance(gradients, Phantom)
         compute_alike()
-        self._give(block, parameters)
-        host = torch.from_numpy(gradients)
-        on_host = self._memory.device.type == "cpu"
-        place = host if on_host else torch.zeros(host.shape, device=self._memory.device)
-        for parameter, piece in zip(self._own[block], self._pieces(block, place), strict=True):
-            parameter.grad = piece
+        if block not in self._tied:
+            self._give(block, parameters)
+            self.gather_slopes(block, gradients)
         super().backward(block)
         for parameter in self._own[block]:
             parameter.grad = None
-        if not on_host:
+        place = self._slopes.pop(block)
+        if place.device.type != "cpu":
             gradients += place.cpu().numpy()
         self._take_away(block)
+
+    def gather_slopes(self, block: int, gradients: Flat) -> None:
+        assert not isinstance(gradients, Phantom)
+        host, device = torch.from_numpy(gradients), self._memory.device
+        place = self._slopes[block] = host if device.type == "cpu" else torch.zeros(host.shape, device=device)
+        for parameter, piece in zip(self._own[block], self._pieces(block, place), strict=True):
+            parameter.grad = piece
 
     def _give(self, block: int, parameters: Flat) -> None:
         """Make these the parameters of the block."""

@@ -40,7 +40,7 @@ from hcsim.rng import generator
 from hcsim.runtime.channel import Phantom
 from hcsim.training.layout import Layout, initial
 from hcsim.training.task import Block, Defaults, Flat, Score, recomputed
-from hcsim.training.tasks.torch_blocks import TorchBlocks
+from hcsim.training.tasks.torch_blocks import BlockPlan, TorchBlocks
 from hcsim.training.tasks.torch_replica import (
     Array,
     ReplicaMemory,
@@ -81,6 +81,8 @@ class TorchTask:
 
     phantom = False
     recompute = False
+    tied: tuple[int, ...] = ()
+    """Blocks whose parameters later blocks use too."""
 
     def __init__(
         self,
@@ -133,7 +135,7 @@ class TorchTask:
         """Return a fresh model that is given its blocks one by one; `whole`: with all its parameters."""
         data, modules = (self.training.inputs, self.training.targets), self._modules_on(torch.device(device))
         draw = partial(initial, seed, gain=self.model.gain)
-        replica = TorchBlocks(modules, cross_entropy, data, device, draw, recompute=self.recompute)
+        replica = TorchBlocks(modules, cross_entropy, data, draw, BlockPlan(device, self.recompute, self.tied))
         if whole:
             replica.parameters = np.concatenate([replica.fresh(block) for block in reversed(range(len(modules)))])
         return replica

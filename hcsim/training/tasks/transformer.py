@@ -354,4 +354,5 @@ def _task(name: str, of: Architecture, spec: _Decoder | Transformer, batch: int)
     if of.positions and spec.tokens > of.positions:
         raise ConfigError(f'task "{name}": tokens = {spec.tokens}: this model knows {of.positions} positions')
     blocks = of.blocks(spec.tokens, adapters_of(name, spec.lora, spec.matrices, of))
-    return PhantomTask(name, blocks, TEXTS, Defaults(lr=0.1, momentum=0.9, batch=batch))
+    tied = (0,) if of.vocabulary and of.tied and not spec.lora else ()
+    return PhantomTask(name, blocks, TEXTS, Defaults(lr=0.1, momentum=0.9, batch=batch), tied)

@@ -97,7 +97,7 @@ def memory_need(task: Task, settings: Training, held: Held, place: Place) -> Mem
     layout = Layout.of([block.shapes for block in blocks], blocks[0].element_bytes)
     trained = layout.length
     state = _optimizer_bytes(settings, layout) * trained
-    weights, gradients = _resident(task, layout, settings, held)
+    weights, gradients, activations = _resident(task, layout, settings, held, place.samples)
     if place.mirrored:
         there = _on_device(task, layout, held)
         weights, gradients = weights + there[0], gradients + there[1]
@@ -109,7 +109,7 @@ def memory_need(task: Task, settings: Training, held: Held, place: Place) -> Mem
         weights=round(weights),
         gradients=round(gradients),
         optimizer=round(held.optimizer * state),
-        activations=round(held.activations * activation_bytes(blocks, place.samples)) if place.samples else 0,
+        activations=round(held.activations * activations) if place.samples else 0,
         strategy=round(strategy),
         compression=0 if alone else compression_bytes(compressor, layout, place.ranks),
         exchange=0 if alone else _exchange_bytes(_buckets(layout, settings, held), place.ranks if held.passing else 1),
@@ -123,14 +123,19 @@ def activation_bytes(blocks: Sequence[Block], samples: int) -> int:
     What a block keeps is released by its backward pass. That of a block needs what all blocks before it keep, its own,
     and the gradients of its activations; or those of its weights, each of which is there once more until it is added to
     the others. A block that is computed again keeps its input until then."""
-    before_bytes = most_bytes = 0.0
+    return round(max(_activation_moments(blocks, samples)))
+
+
+def _activation_moments(blocks: Sequence[Block], samples: int) -> list[float]:
+    """Return the same for each block, while its backward pass runs."""
+    before_bytes, moments = 0.0, list[float]()
     for block in blocks:
         entering, kept, working = _activations(block)
         own_bytes = samples * kept if block.is_trained else 0.0
         gradient_bytes = block.element_bytes * max((prod(shape) for _, shape in block.shapes), default=0)
-        most_bytes = max(most_bytes, before_bytes + own_bytes + max(samples * working, float(gradient_bytes)))
+        moments.append(before_bytes + own_bytes + max(samples * working, float(gradient_bytes)))
         before_bytes += samples * entering if block.recompute else own_bytes
-    return round(most_bytes)
+    return moments
 
 
 def _activations(block: Block) -> tuple[float, float, float]:
@@ -165,23 +170,33 @@ def compression_bytes(compressor: Compressor, layout: Layout, ranks: int) -> int
     return total
 
 
-def _resident(task: Task, layout: Layout, settings: Training, held: Held) -> tuple[float, float]:
-    """Return the bytes of weights and gradients in the host's memory.
+def _resident(
+    task: Task, layout: Layout, settings: Training, held: Held, samples: int
+) -> tuple[float, float, float]:
+    """Return the bytes of weights, gradients and activations in the host's memory at the worst moment.
 
-    While a bucket is computed, that before it is reduced. Frozen weights are not shared out where the model
-    passes block by block."""
-    trained, blocks = layout.size_bytes, task.blocks
+    Where the model passes block by block, that is the backward pass of some block: the averages of later buckets are
+    there already, and the bucket before it is still being reduced, while activations become fewer. Frozen weights are
+    not shared out then."""
+    blocks = task.blocks
+    moments = _activation_moments(blocks, samples)
     frozen = sum(block.element_bytes * block.frozen_length for block in blocks)
-    gradients = held.gradients * trained
     if not held.passing:
-        return held.weights * (trained + frozen), gradients
-    always = tied_blocks(task)
-    sizes = [bucket.size_bytes for bucket in _buckets(layout, settings, held) if not {*bucket.blocks} & {*always}]
-    gradients += max(map(sum, zip(sizes, [0, *sizes[:-1]], strict=True)))
-    lengths = [block.element_bytes * block.length * (number not in always) for number, block in enumerate(blocks)]
-    gathered = max(map(sum, zip(lengths, [*lengths[1:], 0], strict=True))) if held.passing == 3 else 0
-    tied = _tied_bytes(task)
-    return held.weights * trained + gathered + frozen + tied * (held.passing == 3), gradients + tied
+        return held.weights * (layout.size_bytes + frozen), held.gradients * layout.size_bytes, max(moments)
+    tied = tied_blocks(task)
+    always_bytes = _tied_bytes(task)
+    lengths = [block.element_bytes * block.length * (number not in tied) for number, block in enumerate(blocks)]
+    arrived_bytes = before_bytes = 0.0
+    worst = (0.0, 0.0, 0.0)
+    for bucket in _buckets(layout, settings, held):
+        size_bytes = sum(lengths[block] for block in bucket.blocks)
+        gradients = held.gradients * arrived_bytes + before_bytes + size_bytes + always_bytes
+        for block in bucket.blocks:
+            gathered_bytes = lengths[block] + (lengths[block - 1] if block else 0) + always_bytes
+            weights = held.weights * layout.size_bytes + frozen + gathered_bytes * (held.passing == 3)
+            worst = max(worst, (weights, gradients, moments[block]), key=sum)
+        arrived_bytes, before_bytes = arrived_bytes + bucket.size_bytes, size_bytes
+    return worst
 
 
 def _on_device(task: Task, layout: Layout, held: Held) -> tuple[float, float]:

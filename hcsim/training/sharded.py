@@ -39,7 +39,7 @@ from msgspec.structs import replace
 from hcsim.collectives.buffers import array_of, empty_like, length_of, part_of
 from hcsim.collectives.group import Group
 from hcsim.compressors.encoding import check_input
-from hcsim.errors import ConfigError
+from hcsim.errors import ConfigError, UsageError
 from hcsim.runtime.channel import Phantom
 from hcsim.runtime.host import Work
 from hcsim.training.balance import EVERY_STEPS
@@ -48,8 +48,9 @@ from hcsim.training.layout import Bucket
 from hcsim.training.learner import Learner, StateArray
 from hcsim.training.optimizer import Optimizer, clip_scale, update_work
 from hcsim.training.recoverable import LocalProgress, Recoverable, SharedState, all_of
+from hcsim.training.resharding import Holding, Source, fill
 from hcsim.training.run import Run
-from hcsim.training.shards import HeldShards, Partition, held_shards
+from hcsim.training.shards import HeldShards, Partition, Piece, held_shards
 from hcsim.training.task import Flat, backward_work, block_forward_work
 
 Stage = Literal[1, 2, 3]
@@ -80,13 +81,17 @@ class Sharded(Recoverable):
     """Each rank updates its shard of the model."""
 
     def __init__(
-        self, learner: Learner, optimizer: Optimizer, stage: Stage, shards: int | None = None, copies: int = 1
+        self, learner: Learner, settings: Training, optimizer: Optimizer, stage: Stage, shards: int | None, copies: int
     ) -> None:
         self.learner = learner
         self.copies = copies
         self.optimizer = optimizer
         self.state: HeldShards | None = None
+        self.spare: list[HeldShards] = []
+        """What was held before, in the same step."""
         self.stage = stage
+        self.buckets = learner.layout.buckets(1 if stage == 3 else settings.bucket_bytes)
+        """The units of exchange."""
         self._shards = shards
         self._ranks: Ranks | None = None
         self._absent = learner.replica.parameters
@@ -104,7 +109,18 @@ class Sharded(Recoverable):
         """Return nothing: shards are handed over part by part."""
         return {}
 
-    def adopt(self, held: Mapping[str, StateArray], step: int) -> None: ...
+    def adopt(self, held: Mapping[str, StateArray], step: int) -> None:
+        """Hold the whole model of a checkpoint, until it is shared out."""
+        parameters, size = held["parameters"], self.learner.layout.length
+        if isinstance(parameters, Phantom) or parameters.shape != (size,):
+            raise UsageError(f"these are not the {size} parameters of this model")
+        prefix = "optimizer/"
+        arrays = {n.removeprefix(prefix): a for n, a in held.items() if n.startswith(prefix)}
+        state = {n: a for n, a in arrays.items() if not isinstance(a, Phantom)}
+        each = {n: a for n, a in state.items() if a.dtype == np.float32 and a.shape == (size,)}
+        common = {n: a for n, a in state.items() if n not in each}
+        self.begin_again()
+        self.hold(1, (0,), [Source(0, parameters.view(np.float32), each, common)])
 
     def progress(self, run: Run) -> LocalProgress:
         return LocalProgress(0, run.step)
@@ -113,7 +129,8 @@ class Sharded(Recoverable):
 
     async def train(self, run: Run) -> None:
         self._ranks = Ranks.of(run.group, self._shards)
-        self.hold(self.fresh(run.settings.bucket_bytes, self._ranks.near))
+        if self.state is None:
+            self.hold_first(self._ranks.near)
         run.assemble = partial(self._assemble, run)
         try:
             await self._refresh(run)
@@ -131,28 +148,54 @@ class Sharded(Recoverable):
 
     # What is held.
 
-    def partition(self, bucket_bytes: int, shards: int) -> Partition:
-        """Return the buckets, which of zero3 are the blocks, in so many shards."""
-        return Partition(self.learner.layout.buckets(1 if self.stage == 3 else bucket_bytes), shards)
+    def begin_again(self) -> None:
+        """Hold nothing, so that training begins with the first values."""
+        self.state, self.spare = None, []
 
-    def fresh(self, bucket_bytes: int, near: Group) -> HeldShards:
-        """Return the shards of this rank with nothing in them."""
-        partition = self.partition(bucket_bytes, near.size)
-        return HeldShards(partition, held_shards(near.rank, near.size, self.copies), self.optimizer)
-
-    def hold(self, state: HeldShards) -> None:
-        """Hold these shards, with the values that training begins with, unless they are held already."""
-        if self.state is not None:
-            return
-        self.state = state
+    def hold_first(self, near: Group) -> None:
+        """Hold the values that training begins with."""
+        state = HeldShards(Partition(self.buckets, near.size), self.shards_of(near.rank, near.size), self.optimizer)
         values: dict[int, list[Flat]] = {shard: [] for shard in state.held}
-        for number, bucket in enumerate(state.partition.buckets):
+        for number, bucket in enumerate(self.buckets):
             first = self.first_values(bucket)
             for shard in state.held:
                 lo, hi = state.partition.part(number, shard)
                 values[shard].append(self.place(bucket.lo + lo, part_of(first, lo, hi)))
         for shard, parts in values.items():
             state.hold(shard, parts)
+        self.state = state
+
+    def hold(self, shards: int, held: Sequence[int], sources: Sequence[Source]) -> None:
+        """Hold these shards, which the sources have. What was held stays until the next update, since others may still
+        need it."""
+        state = HeldShards(Partition(self.buckets, shards), held, self.optimizer)
+        for shard in state.held:
+            state.hold(shard, [self.place(lo, self.room(lo, hi)) for lo, hi in state.partition.spans(shard)])
+        fill(state, sources)
+        if self.state is not None:
+            self.spare.append(self.state)
+        self.state = state
+
+    def shards_of(self, rank: int, ranks: int) -> tuple[int, ...]:
+        return held_shards(rank, ranks, self.copies)
+
+    @property
+    def holdings(self) -> list[Holding]:
+        """All that this rank holds."""
+        states = [self.state, *self.spare] if self.state is not None else []
+        return [Holding(state.partition.shards, shard) for state in states for shard in state.held]
+
+    @property
+    def pieces(self) -> list[Piece]:
+        states = [self.state, *self.spare] if self.state is not None else []
+        return [piece for state in states for piece in state.each()]
+
+    def room(self, lo: int, hi: int) -> Flat:
+        """Return memory for a part of a shard."""
+        parameters = self.learner.replica.parameters
+        if self.stage < 3 or self.learner.task.phantom:
+            return part_of(parameters, lo, hi)
+        return np.empty(hi - lo, np.float32)
 
     def first_values(self, bucket: Bucket) -> Flat:
         """Return the values with which the bucket's parameters begin."""
@@ -194,6 +237,7 @@ class Sharded(Recoverable):
 
     async def _update(self, run: Run, step: int) -> None:
         state = self._held
+        self.spare = []
         work = replace(self.optimizer.work(state.length), steps=1)
         await self.learner.run(work, partial(state.step, run.lr(step), self._scale), "update")
         run.is_scattered = self.stage == 3 or self._near.size > 1

@@ -111,7 +111,7 @@ class ZeroStage(Struct, frozen=True):
     stage: ClassVar[Stage]
     shards: Every | None = None
     """Ranks that share a model out; as many others train beside them. None: all ranks."""
-    copies: Every = 1
+    copies: Annotated[int, Meta(ge=1, le=8)] = 1
     """Ranks that hold each shard."""
 
     def held(self, rank: int, ranks: int) -> Held:
@@ -124,7 +124,7 @@ class ZeroStage(Struct, frozen=True):
         return Held(weights=weights, gradients=kept, optimizer=kept, passing=self.stage)
 
     def open(self, settings: Training, learner: Learner) -> Recoverable:
-        return Sharded(learner, optimizer(settings), self.stage, self.shards, self.copies)
+        return Sharded(learner, settings, optimizer(settings), self.stage, self.shards, self.copies)
 
     def check(self, settings: Training) -> None:
         """Reject settings that cannot be sharded."""
@@ -229,6 +229,10 @@ def check_elastic(settings: Training) -> None:
     chosen = strategy(settings.strategy)
     if not (hasattr(chosen, "open") or isinstance(chosen, ParameterServer)):
         raise ConfigError(_FIXED_RANKS.format(settings.strategy))
+    if isinstance(chosen, ZeroStage) and chosen.shards:
+        name = settings.strategy.partition(":")[0]
+        raise ConfigError(f"shards={chosen.shards}: in a cluster all members share the model out; {name}:copies=2 "
+                          "keeps each shard twice")  # fmt: skip
 
 
 def check_training(settings: Training, ranks: int, homes: int) -> None:

@@ -30,9 +30,10 @@ from hcsim.runtime.host import Host
 from hcsim.training.elastic.member import ElasticMember, TrainingExtras
 from hcsim.training.elastic.parameter_server import ServedMember
 from hcsim.training.elastic.replicated import ReplicatedMember
+from hcsim.training.elastic.sharded import ShardedMember
 from hcsim.training.elastic.synchronise import survey
 from hcsim.training.run import Report
-from hcsim.training.strategies import ParameterServer, strategy
+from hcsim.training.strategies import ParameterServer, ZeroStage, strategy
 from hcsim.transport.groups import GroupListener, GroupMembership, Wire, check_all
 
 _NO_PARAMETERS = "shapes"
@@ -44,7 +45,10 @@ def prepare(
 ) -> ElasticMember:
     """Load the data and build the model, which may take seconds. All members must give the same settings and seed."""
     saved = extras.checkpoints.load() if extras.checkpoints is not None else None
-    kind = ServedMember if isinstance(strategy(settings.strategy), ParameterServer) else ReplicatedMember
+    chosen = strategy(settings.strategy)
+    kind: type[ElasticMember] = ReplicatedMember
+    if isinstance(chosen, ParameterServer | ZeroStage):
+        kind = ServedMember if isinstance(chosen, ParameterServer) else ShardedMember
     member = kind(host, source, settings, seed, extras)
     if saved is not None:
         member.reload(saved)

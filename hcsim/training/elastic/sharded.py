@@ -1,0 +1,224 @@
+"""A member that holds shards of the model: what becomes of them when members come and go.
+
+A lost member takes its shards along. With `copies=k` each of them is held by k members in a row, all of which apply the
+same updates, so that up to k − 1 neighbours may be lost at once. When a view begins, its members tell which shards they
+hold, after which step. Those who were in the newest trained view hold the truth; a plan that all compute alike says who
+gives which range to whom (`hcsim.training.resharding`), until each member holds its shards of the new view. What a
+member held before it keeps until the first update in the new view, which all members have come to by then: if the view
+fails earlier, nothing is missing.
+
+Parts that nobody holds are gone. Then all go back to the newest checkpoint that one of them has, and end training with
+an error if there is none. A member that leaves in an orderly way gives its shards to the others first.
+
+A checkpoint has the whole model, as that of any strategy: the first member of a view gathers it from the others and
+saves it. So it can be loaded by any number of members, which share it out when they meet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+import msgspec
+import numpy as np
+
+from hcsim.cluster.view import View
+from hcsim.collectives.buffers import array_of, length_of
+from hcsim.collectives.group import Group
+from hcsim.errors import CollectiveError, TrainingError
+from hcsim.runtime.channel import Phantom
+from hcsim.training.elastic.progress import NOTHING_YET, MemberProgress, Provenance, most_right
+from hcsim.training.elastic.progress import lineage_digest
+from hcsim.training.elastic.replicated import ReplicatedMember
+from hcsim.training.elastic.transfer import Contradiction, StateArrays, VoteConflict, gather_echoed, relay
+from hcsim.training.learner import StateArray, fingerprint
+from hcsim.training.recoverable import LocalProgress
+from hcsim.training.resharding import Holding, Lost, Range, Source, packed, plan, unpacked
+from hcsim.training.sharded import Sharded
+
+MOST_HOLDINGS = 32
+"""The shards of which a member tells that it holds them, its present ones first."""
+
+
+class ShardedMember(ReplicatedMember):
+    """A member that holds shards and votes."""
+
+    _saves_every = 0
+    """After how many steps the first member of the view saves; 0: never."""
+    _last: StateArrays | None = None
+    """The whole model, if nobody stays when this member leaves."""
+
+    @property
+    def _shards(self) -> Sharded:
+        return cast(Sharded, self.method)
+
+    async def _level(
+        self, group: Group, view: View, headers: list[MemberProgress], right: int
+    ) -> list[LocalProgress]:
+        try:
+            return await self._shared_out(group, headers, right)
+        except Lost as lost:
+            headers, right = await self._go_back(group, view, lost)
+            return await self._shared_out(group, headers, right)
+
+    async def _shared_out(self, group: Group, headers: list[MemberProgress], right: int) -> list[LocalProgress]:
+        """Bring each member to hold its shards of this view."""
+        method, rank = self._shards, group.rank
+        self._saves_every = (await self._told_numbers(group, [self._every]))[0][0]
+        steps = [each[0] for each in await self._told_numbers(group, [self.run.step])]
+        if headers[right].epoch < 0:
+            method.begin_again()
+            method.hold_first(group)
+            return [LocalProgress(0, 0)] * group.size
+        newest = [each.trained == headers[right].trained for each in headers]
+        step = max(step for step, new in zip(steps, newest, strict=True) if new)
+        holds = [new and each == step for new, each in zip(newest, steps, strict=True)]
+        have = await self._told_holdings(group, holds=holds[rank])
+        want = [method.shards_of(each, group.size) for each in range(group.size)]
+        await self._reshard(group, have, [[Holding(group.size, shard) for shard in shards] for shards in want], holds)
+        await self._compare_copies(group, want)
+        return [LocalProgress(0, self.run.step)] * group.size
+
+    @property
+    def _every(self) -> int:
+        return self.checkpoints.every if self.checkpoints is not None else 0
+
+    async def _told_holdings(self, group: Group, *, holds: bool) -> list[list[Holding]]:
+        ours = self._shards.holdings[:MOST_HOLDINGS] if holds else []
+        words = [number for each in ours for number in each]
+        told = await self._told_numbers(group, words + [0] * (2 * MOST_HOLDINGS - len(words)))
+        return [
+            [Holding(*pair) for pair in zip(each[::2], each[1::2], strict=True) if 0 <= pair[1] < pair[0]]
+            for each in told
+        ]
+
+    async def _told_numbers(self, group: Group, ours: Sequence[int]) -> list[list[int]]:
+        return [[int(number) for number in each] for each in await gather_echoed(group, np.array(ours, np.int64))]
+
+    async def _reshard(
+        self, group: Group, have: list[list[Holding]], want: list[list[Holding]], holds: Sequence[bool]
+    ) -> None:
+        """Hold what this rank is to hold; a rank that is to hold nothing keeps what it has."""
+        method, rank = self._shards, group.rank
+        ranges = plan(method.buckets, have, want)
+        for taker, is_right in enumerate(holds):
+            if not is_right and not any(route[1] == taker for route in ranges):
+                ranges[holds.index(True), taker] = []  # it has to learn at least where the others are
+        routes = sorted(ranges)
+        pieces = method.pieces if holds[rank] else []
+        giving = {taker: self._parcel(pieces, ranges[giver, taker]) for giver, taker in routes if giver == rank}
+        ours = [Source.of(piece) for piece in pieces]
+        about: Provenance | None = None
+        coming = [route for route in routes if route[1] == rank]
+        for route, parcel in zip(coming, await relay(group, routes, giving) if routes else [], strict=True):
+            about = parcel.told(Provenance)
+            ours += unpacked(parcel.arrays, ranges[route])
+        if not want[rank]:
+            return
+        if not holds[rank]:
+            method.begin_again()
+        if method.holdings[: len(want[rank])] != want[rank]:
+            method.hold(group.size if want[rank][0].shards == group.size else want[rank][0].shards,
+                        [each.shard for each in want[rank]], ours)  # fmt: skip
+        self.run.is_scattered = True
+        if about is not None and not holds[rank]:
+            self.provenance, self.run.step = about, about.step
+            self._reloaded = False
+
+    def _parcel(self, pieces: Sequence[object], ranges: Sequence[Range]) -> StateArrays:
+        about = msgspec.structs.replace(self.provenance, step=self.run.step, since=self._since, memory=False)
+        arrays = packed(pieces, ranges) if ranges else {}  # type: ignore[arg-type]
+        return StateArrays(msgspec.msgpack.encode(about), arrays)
+
+    async def _compare_copies(self, group: Group, want: Sequence[Sequence[int]]) -> None:
+        """Raise if two members hold unlike copies of a shard."""
+        method = self._shards
+        assert method.state is not None
+        prints = []
+        for shard in method.state.held:
+            values = [piece.values for piece in method.state.pieces[shard]]
+            plain = [array_of(each) for each in values if not isinstance(each, Phantom)]
+            prints.append(fingerprint(np.concatenate(plain)) if plain else 0)
+        told = await self._told_numbers(group, [self.run.step, *prints])
+        seen: dict[int, tuple[int, int]] = {}
+        for rank, (shards, (step, *theirs)) in enumerate(zip(want, told, strict=True)):
+            for shard, found in zip(shards, theirs, strict=True):
+                first, value = seen.setdefault(shard, (rank, found))
+                if value != found or step != told[0][0]:
+                    text = f"rank {first} and rank {rank} hold unlike copies of shard {shard}"
+                    raise Contradiction(text, phase="synchronising", doubts=(VoteConflict(first, rank, text),))
+
+    async def _go_back(self, group: Group, view: View, lost: Lost) -> tuple[list[MemberProgress], int]:
+        """Load this member's newest checkpoint, or nothing; return the progress of all."""
+        saved = self.checkpoints.load() if self.checkpoints is not None else None
+        self._shards.begin_again()
+        self.provenance, self.run.step = NOTHING_YET, 0
+        if saved is not None:
+            self._reload(saved)
+        headers = [MemberProgress.read(each) for each in
+                   await gather_echoed(group, np.array(self._header().numbers(), np.int64))]  # fmt: skip
+        right = most_right(headers, lineage_digest(view))
+        if headers[right].epoch < 0:
+            raise TrainingError(
+                f"{lost}, and there is no checkpoint: {self.settings.strategy.partition(':')[0]}:copies=2 lets one "
+                "member be lost"
+            )
+        self.host.trace("went back", view.epoch, headers[right].step)
+        return headers, right
+
+    # What is saved and handed over.
+
+    async def applied(self) -> None:
+        run, group = self.run, self.run.group
+        due = bool(self._saves_every) and run.step % self._saves_every == 0
+        if due and not self.task.phantom:
+            whole = await self._whole(group)
+            if whole is not None and self.checkpoints is not None:
+                await self.checkpoints.save(self.host, whole, run.step)
+        self._due = run.settings.steps + 1  # saved above, by all together
+        await super().applied()
+
+    async def _whole(self, group: Group) -> StateArrays | None:
+        """Gather the state of all members on the first one."""
+        method = self._shards
+        assert method.state is not None
+        nobody: list[list[Holding]] = [[] for _ in range(group.size)]
+        have = [[Holding(group.size, shard) for shard in method.shards_of(rank, group.size)] for rank in range(group.size)]
+        ranges = plan(method.buckets, have, [[Holding(1, 0)], *nobody[1:]])
+        routes = sorted(ranges)
+        giving = {taker: self._parcel(method.pieces, ranges[giver, taker])
+                  for giver, taker in routes if giver == group.rank}  # fmt: skip
+        parcels = await relay(group, routes, giving) if routes else []
+        if group.rank:
+            return None
+        sources = [Source.of(piece) for piece in method.pieces]
+        for route, parcel in zip(routes, parcels, strict=True):
+            sources += unpacked(parcel.arrays, ranges[route])
+        arrays: dict[str, StateArray] = {"parameters": np.empty(method.learner.layout.length, np.float32)}
+        arrays |= {f"optimizer/{name}": np.empty(method.learner.layout.length, np.float32) for name in sources[0].each}
+        for source in sources:
+            at = slice(source.lo, source.hi)
+            arrays["parameters"][at] = source.values  # type: ignore[index]
+            for name, array in source.each.items():
+                arrays[f"optimizer/{name}"][at] = array  # type: ignore[index]
+        arrays |= {f"optimizer/{name}": array for name, array in sources[0].common.items()}
+        return StateArrays(self._parcel([], []).about, arrays)
+
+    async def _hand_over(self, group: Group, leavers: tuple[int, ...]) -> None:
+        """Give the shards of leaving members to those who stay. If nobody does, the first one saves the whole model."""
+        method = self._shards
+        staying = [rank for rank in range(group.size) if rank not in leavers]
+        if not staying:
+            self._last = await self._whole(group) if self._saves_every and not self.task.phantom else None
+            return
+        have = [[Holding(group.size, shard) for shard in method.shards_of(rank, group.size)] for rank in range(group.size)]
+        want: list[list[Holding]] = [[] for _ in range(group.size)]
+        for place, rank in enumerate(staying):
+            want[rank] = [Holding(len(staying), shard) for shard in method.shards_of(place, len(staying))]
+        await self._reshard(group, have, want, [True] * group.size)
+        await group.barrier()  # whoever leaves has given all
+
+    async def save(self) -> None:
+        """Save the whole model if this member has it, and nobody has stayed."""
+        if self.checkpoints is not None and self._last is not None:
+            await self.checkpoints.save_last(self.host, self._last, self.run.step)

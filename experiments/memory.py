@@ -3,10 +3,10 @@
     python -m experiments.memory
     python -m experiments.memory --device cuda --only "gpt2:tokens=512 resnet50 vit-b16"
 
-Two ranks train torch modules of the same shapes as a task's, with data parallelism and with zero3, each in a process of its own. The
-last rank, which evaluates nothing, says what it has used at most from the moment before it builds the model on: on a
-processor its resident memory (Linux tells the peak), on CUDA what torch has allocated there. The prediction is
-`hcsim.training.memory`'s, from shapes alone. No time is measured, so that the machine may have other things to do.
+Two ranks train torch modules of the same shapes as a task's, with data parallelism and with zero3, each in a process
+of its own. The last rank, which evaluates nothing, says what it has used at most from the moment before it builds the
+model on: on a processor its resident memory (Linux tells the peak), on CUDA what torch has allocated there. The
+prediction is `hcsim.training.memory`'s, from shapes alone. No time is measured, so that the machine may have other things to do.
 """
 
 from __future__ import annotations
@@ -216,7 +216,8 @@ class Cell(msgspec.Struct, frozen=True):
     def settings(self) -> Training:
         return Training(
             task=self.spec, steps=STEPS, batch=self.batch, optimizer=self.optimizer, recompute=self.recompute,  # type: ignore[arg-type]
-            strategy=self.strategy, lr=1e-4, momentum=0.9 if self.optimizer == "sgd" else None, timeout_s=PositiveSeconds(300),
+            strategy=self.strategy, lr=1e-4, momentum=0.9 if self.optimizer == "sgd" else None,
+            timeout_s=PositiveSeconds(300),
         )  # fmt: skip
 
 
@@ -289,7 +290,9 @@ def main(
     asked.check_json(json)
     table = Table(box=box.SIMPLE)
     for heading in ("task", "strategy", "optimizer", "recompute", "predicted", "measured", "error"):
-        table.add_column(heading, justify="left" if heading in ("task", "strategy", "optimizer", "recompute") else "right")
+        table.add_column(
+            heading, justify="left" if heading in ("task", "strategy", "optimizer", "recompute") else "right"
+        )
     rows = []
     for spec in only.split():
         usual = Cell(spec, batch, device, "sgd", False, "ddp", ())
@@ -300,8 +303,18 @@ def main(
             error = expected / found - 1
             rows.append({**msgspec.to_builtins(cell), "predicted": expected, "measured": found, "parts": need.parts})
             sizes = (f"{each / (1 << 20):.1f} MiB" for each in (expected, found))
-            table.add_row(spec, cell.strategy, cell.optimizer, str(cell.recompute).lower(), *sizes, f"{100 * error:+.1f} %")
-            print(spec, cell.strategy, cell.optimizer, cell.recompute, f"{100 * error:+.1f} %", file=sys.stderr, flush=True)
+            table.add_row(
+                spec, cell.strategy, cell.optimizer, str(cell.recompute).lower(), *sizes, f"{100 * error:+.1f} %"
+            )
+            print(
+                spec,
+                cell.strategy,
+                cell.optimizer,
+                cell.recompute,
+                f"{100 * error:+.1f} %",
+                file=sys.stderr,
+                flush=True,
+            )
     Console().print(table)
     if json is not None:
         with open(json, "wb") as file:

@@ -143,7 +143,8 @@ def _changes(settings: Training, what: Task) -> Iterator[tuple[str, Training]]:
         adapted = f"{settings.task}{',' if ':' in settings.task else ':'}lora=16"
         thin = [_Change(f"--task {adapted}", {"task": adapted})]
     least = smaller[-1:]
-    together = ([*again, *narrow], [*sharded, *again], [*sharded, *again, *narrow], [*least, *again], [*least, *again, *narrow], [*thin, *again],
+    together = ([*again, *narrow], [*sharded, *again], [*sharded, *again, *narrow],
+                [*least, *again], [*least, *again, *narrow], [*thin, *again],
                 [*thin, *again, *narrow], [*thin, *least, *again, *narrow])  # fmt: skip
     each = [[change] for change in (*smaller, *again, *narrow, *whole, *plain, *sharded, *thin)]
     for changes in (*each, *(several for several in together if len(several) > 1)):

@@ -170,9 +170,7 @@ def compression_bytes(compressor: Compressor, layout: Layout, ranks: int) -> int
     return total
 
 
-def _resident(
-    task: Task, layout: Layout, settings: Training, held: Held, samples: int
-) -> tuple[float, float, float]:
+def _resident(task: Task, layout: Layout, settings: Training, held: Held, samples: int) -> tuple[float, float, float]:
     """Return the bytes of weights, gradients and activations in the host's memory at the worst moment.
 
     Where the model passes block by block, that is the backward pass of some block: the averages of later buckets are

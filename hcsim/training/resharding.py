@@ -155,8 +155,21 @@ def fill(state: HeldShards, sources: Sequence[Source]) -> None:
         each, _ = piece.state()
         for source in _covering(sources, piece.lo, piece.hi):
             at = slice(source.lo - piece.lo, source.hi - piece.lo)
-            if not np.may_share_memory(piece.values, source.values):  # type: ignore[arg-type]
+            if not np.may_share_memory(piece.values, source.values):
                 piece.values[at] = source.values  # type: ignore[assignment]
             for name, array in each.items():
                 array[at] = source.each[name]
         piece.stepper.restore({**common, **each})
+
+
+def whole_of(sources: Sequence[Source], length: int) -> dict[str, StateArray]:
+    """Return the model and the optimizer's state as a checkpoint has them, of sources of all elements."""
+    parameters = np.empty(length, np.float32)
+    each = {name: np.empty(length, np.float32) for name in sources[0].each}
+    for source in sources:
+        assert not isinstance(source.values, Phantom)
+        parameters[source.lo : source.hi] = source.values
+        for name, array in source.each.items():
+            each[name][source.lo : source.hi] = array
+    state = {f"optimizer/{name}": array for name, array in {**each, **source.common}.items()}
+    return {"parameters": parameters, **state}

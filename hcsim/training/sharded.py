@@ -39,6 +39,7 @@ from msgspec.structs import replace
 from hcsim.collectives.buffers import array_of, empty_like, length_of, part_of
 from hcsim.collectives.group import Group
 from hcsim.compressors.encoding import check_input
+from hcsim.config.training import Training
 from hcsim.errors import ConfigError, UsageError
 from hcsim.runtime.channel import Phantom
 from hcsim.runtime.host import Work
@@ -200,7 +201,7 @@ class Sharded(Recoverable):
     def first_values(self, bucket: Bucket) -> Flat:
         """Return the values with which the bucket's parameters begin."""
         replica = self.learner.replica
-        if self.stage < 3 or isinstance(replica.parameters, Phantom) and self.learner.task.phantom:
+        if self.stage < 3 or (isinstance(replica.parameters, Phantom) and self.learner.task.phantom):
             return part_of(replica.parameters, bucket.lo, bucket.hi)
         drawn = [array_of(cast(BlockwiseReplica, replica).fresh(block)) for block in bucket.blocks]
         return np.concatenate([*drawn, np.empty(0, np.float32)])
@@ -252,7 +253,7 @@ class Sharded(Recoverable):
         """Gather the parameters where every rank has all of them."""
         if self.stage == 3 or not run.is_scattered:
             return
-        state, near = self._held, self._near
+        state = self._held
         with self.learner.ledger.spent_on("exchange", "gather"):
             gathered = []
             for number, piece in enumerate(state.pieces[state.own]):
@@ -384,10 +385,10 @@ class _Step:
             if samples:
                 lo, hi = self._range(block)
                 slopes = part_of(gradients, lo - bucket.lo, hi - bucket.lo)
-                function = partial(replica.backward_block, block, parameters, slopes)
+                compute = partial(replica.backward_block, block, parameters, slopes)
                 into = None if isinstance(slopes, Phantom) or lo == hi else slopes.data
-                await learner.run(backward_work(task.blocks[block], samples), function, f"backward {block}", into)
-                del function, slopes, into
+                await learner.run(backward_work(task.blocks[block], samples), compute, f"backward {block}", into)
+                del compute, slopes, into
             del parameters
             if block in self._closing:
                 del slopes_of[bucket.number]

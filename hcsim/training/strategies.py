@@ -13,7 +13,7 @@ from hcsim.config.training import Training, read_spec
 from hcsim.errors import ConfigError
 from hcsim.registry import Registry
 from hcsim.training.aggregation import Aggregator, Hierarchical, OneLevel
-from hcsim.training.blockwise import blockwise_replica
+from hcsim.training.blockwise import BlockwiseReplica, blockwise_replica
 from hcsim.training.learner import Learner
 from hcsim.training.memory import Held
 from hcsim.training.optimizer import AdamW, Optimizer, Sgd
@@ -24,7 +24,7 @@ from hcsim.training.precision import prepared
 from hcsim.training.recoverable import HierarchicalReplicated, OneComputes, Pace, Periodic, Recoverable, Replicated
 from hcsim.training.run import Run
 from hcsim.training.sharded import Sharded, Stage
-from hcsim.training.task import Replica, Task
+from hcsim.training.task import Task
 from hcsim.training.tasks import task
 from hcsim.units import did_you_mean
 
@@ -117,7 +117,7 @@ class ZeroStage(Struct, frozen=True):
     def held(self, rank: int, ranks: int) -> Held:
         """Return the shares of a rank; gradients and parameters are there whole for one bucket or a few blocks."""
         shards = self.shards or ranks
-        own, kept = 1 / shards, min(self.copies, shards) / shards
+        kept = min(self.copies, shards) / shards
         if self.stage == 1:
             return Held(optimizer=kept)
         weights = kept if self.stage == 3 else 1.0
@@ -137,7 +137,7 @@ class ZeroStage(Struct, frozen=True):
         names = ("auto", *(each for each in algorithms("all_gather") if each in algorithms("reduce_scatter")))
         if settings.algorithm not in names:
             raise ConfigError(
-                f'algorithm = "{settings.algorithm}": {name} reduce-scatters and gathers; both can be {", ".join(names)}'
+                f'algorithm = "{settings.algorithm}": {name} reduce-scatters and gathers; known: {", ".join(names)}'
             )
 
 
@@ -150,7 +150,7 @@ class Zero1(ZeroStage, frozen=True):
 class _Blockwise(ZeroStage, frozen=True):
     """A stage whose model is computed block by block."""
 
-    def replica(self, what: Task, seed: int, device: str) -> Replica:
+    def replica(self, what: Task, seed: int, device: str) -> BlockwiseReplica:
         return blockwise_replica(what, seed, device, whole=self.stage < 3)
 
 

@@ -170,9 +170,7 @@ class ReplicatedMember(ElasticMember):
         self._regroup(group, view, progress)
         self.host.trace("synchronised", view.epoch, self.run.step, before)
 
-    async def _level(
-        self, group: Group, view: View, headers: list[MemberProgress], right: int
-    ) -> list[LocalProgress]:
+    async def _level(self, group: Group, view: View, headers: list[MemberProgress], right: int) -> list[LocalProgress]:
         """Bring all members to the same state; return the progress of each."""
         told = await self._told(group)
         # Among members of the newest trained view, prefer one with compressor state: with hierarchical training only

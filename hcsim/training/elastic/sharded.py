@@ -23,18 +23,18 @@ import msgspec
 import numpy as np
 
 from hcsim.cluster.view import View
-from hcsim.collectives.buffers import array_of, length_of
+from hcsim.collectives.buffers import array_of
 from hcsim.collectives.group import Group
-from hcsim.errors import CollectiveError, TrainingError
+from hcsim.errors import TrainingError
 from hcsim.runtime.channel import Phantom
-from hcsim.training.elastic.progress import NOTHING_YET, MemberProgress, Provenance, most_right
-from hcsim.training.elastic.progress import lineage_digest
+from hcsim.training.elastic.progress import NOTHING_YET, MemberProgress, Provenance, lineage_digest, most_right
 from hcsim.training.elastic.replicated import ReplicatedMember
 from hcsim.training.elastic.transfer import Contradiction, StateArrays, VoteConflict, gather_echoed, relay
-from hcsim.training.learner import StateArray, fingerprint
+from hcsim.training.learner import fingerprint
 from hcsim.training.recoverable import LocalProgress
-from hcsim.training.resharding import Holding, Lost, Range, Source, packed, plan, unpacked
+from hcsim.training.resharding import Holding, Lost, Range, Source, packed, plan, unpacked, whole_of
 from hcsim.training.sharded import Sharded
+from hcsim.training.shards import Piece
 
 MOST_HOLDINGS = 32
 """The shards of which a member tells that it holds them, its present ones first."""
@@ -52,9 +52,7 @@ class ShardedMember(ReplicatedMember):
     def _shards(self) -> Sharded:
         return cast(Sharded, self.method)
 
-    async def _level(
-        self, group: Group, view: View, headers: list[MemberProgress], right: int
-    ) -> list[LocalProgress]:
+    async def _level(self, group: Group, view: View, headers: list[MemberProgress], right: int) -> list[LocalProgress]:
         try:
             return await self._shared_out(group, headers, right)
         except Lost as lost:
@@ -118,16 +116,15 @@ class ShardedMember(ReplicatedMember):
         if not holds[rank]:
             method.begin_again()
         if method.holdings[: len(want[rank])] != want[rank]:
-            method.hold(group.size if want[rank][0].shards == group.size else want[rank][0].shards,
-                        [each.shard for each in want[rank]], ours)  # fmt: skip
+            method.hold(want[rank][0].shards, [each.shard for each in want[rank]], ours)
         self.run.is_scattered = True
         if about is not None and not holds[rank]:
             self.provenance, self.run.step = about, about.step
             self._reloaded = False
 
-    def _parcel(self, pieces: Sequence[object], ranges: Sequence[Range]) -> StateArrays:
+    def _parcel(self, pieces: Sequence[Piece], ranges: Sequence[Range]) -> StateArrays:
         about = msgspec.structs.replace(self.provenance, step=self.run.step, since=self._since, memory=False)
-        arrays = packed(pieces, ranges) if ranges else {}  # type: ignore[arg-type]
+        arrays = packed(pieces, ranges) if ranges else {}
         return StateArrays(msgspec.msgpack.encode(about), arrays)
 
     async def _compare_copies(self, group: Group, want: Sequence[Sequence[int]]) -> None:
@@ -183,7 +180,9 @@ class ShardedMember(ReplicatedMember):
         method = self._shards
         assert method.state is not None
         nobody: list[list[Holding]] = [[] for _ in range(group.size)]
-        have = [[Holding(group.size, shard) for shard in method.shards_of(rank, group.size)] for rank in range(group.size)]
+        have = [
+            [Holding(group.size, shard) for shard in method.shards_of(rank, group.size)] for rank in range(group.size)
+        ]
         ranges = plan(method.buckets, have, [[Holding(1, 0)], *nobody[1:]])
         routes = sorted(ranges)
         giving = {taker: self._parcel(method.pieces, ranges[giver, taker])
@@ -194,15 +193,7 @@ class ShardedMember(ReplicatedMember):
         sources = [Source.of(piece) for piece in method.pieces]
         for route, parcel in zip(routes, parcels, strict=True):
             sources += unpacked(parcel.arrays, ranges[route])
-        arrays: dict[str, StateArray] = {"parameters": np.empty(method.learner.layout.length, np.float32)}
-        arrays |= {f"optimizer/{name}": np.empty(method.learner.layout.length, np.float32) for name in sources[0].each}
-        for source in sources:
-            at = slice(source.lo, source.hi)
-            arrays["parameters"][at] = source.values  # type: ignore[index]
-            for name, array in source.each.items():
-                arrays[f"optimizer/{name}"][at] = array  # type: ignore[index]
-        arrays |= {f"optimizer/{name}": array for name, array in sources[0].common.items()}
-        return StateArrays(self._parcel([], []).about, arrays)
+        return StateArrays(self._parcel([], []).about, whole_of(sources, method.learner.layout.length))
 
     async def _hand_over(self, group: Group, leavers: tuple[int, ...]) -> None:
         """Give the shards of leaving members to those who stay. If nobody does, the first one saves the whole model."""
@@ -211,7 +202,9 @@ class ShardedMember(ReplicatedMember):
         if not staying:
             self._last = await self._whole(group) if self._saves_every and not self.task.phantom else None
             return
-        have = [[Holding(group.size, shard) for shard in method.shards_of(rank, group.size)] for rank in range(group.size)]
+        have = [
+            [Holding(group.size, shard) for shard in method.shards_of(rank, group.size)] for rank in range(group.size)
+        ]
         want: list[list[Holding]] = [[] for _ in range(group.size)]
         for place, rank in enumerate(staying):
             want[rank] = [Holding(len(staying), shard) for shard in method.shards_of(place, len(staying))]

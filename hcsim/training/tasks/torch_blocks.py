@@ -90,8 +90,8 @@ class TorchBlocks(TorchReplica):
                 put(module, name, parameter)
             self._own.append(own)
 
-    @property
-    def parameters(self) -> Flat:  # type: ignore[override]
+    @property  # type: ignore[override]
+    def parameters(self) -> Flat:
         """All parameters on the host, while this rank holds them; else a phantom."""
         return self._whole
 

@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as some
@@ -106,7 +105,9 @@ def writer(folder: Path, host: Host) -> CheckpointWriter:
     return CheckpointWriter(2, in_store(FileStore(folder / host.name)), origin=origin)
 
 
-@pytest.mark.parametrize(("saving", "loading"), [("zero3", "zero1"), ("zero2", "ddp"), ("ddp", "zero3"), ("zero1", "zero3")])
+@pytest.mark.parametrize(
+    ("saving", "loading"), [("zero3", "zero1"), ("zero2", "ddp"), ("ddp", "zero3"), ("zero1", "zero3")]
+)
 def test_a_checkpoint_is_loaded_by_another_number_of_members_and_another_strategy(
     saving: str, loading: str, tmp_path: Path
 ) -> None:
@@ -126,9 +127,7 @@ def test_a_checkpoint_is_loaded_by_another_number_of_members_and_another_strateg
 
 def test_members_go_back_to_the_newest_checkpoint_when_a_shard_is_lost(tmp_path: Path) -> None:
     settings = replace(CONVEX, strategy="zero3")
-    outcome = train(
-        SWITCH, settings, prepare=dying("c", 5, 4e-3), checkpoints=lambda host: writer(tmp_path, host)
-    )
+    outcome = train(SWITCH, settings, prepare=dying("c", 5, 4e-3), checkpoints=lambda host: writer(tmp_path, host))
     assert outcome.plan()[-1] == (4, ["a", "b", "d"])
     script = {"first": "abcd", "plan": [(4, "abd")]}
     assert outcome.sha256() == train(SWITCH, CONVEX, **script).sha256()  # type: ignore[arg-type]
@@ -155,7 +154,9 @@ def test_each_member_ends_with_all_it_is_to_hold_or_something_is_gone(
         [Holding(old, shard) for shard in held_shards(rank, old, copies)] if rank < old and rank not in lost else []
         for rank in range(size)
     ]
-    want = [[Holding(new, shard) for shard in held_shards(rank, new, copies)] if rank < new else [] for rank in range(size)]
+    want = [
+        [Holding(new, shard) for shard in held_shards(rank, new, copies)] if rank < new else [] for rank in range(size)
+    ]
 
     def elements(holdings: list[Holding]) -> set[int]:
         return {at for each in holdings for lo, hi in each.spans(BUCKETS) for at in range(lo, hi)}
@@ -169,6 +170,8 @@ def test_each_member_ends_with_all_it_is_to_hold_or_something_is_gone(
     for (giver, _), ranges in routes.items():
         assert {at for lo, hi in ranges for at in range(lo, hi)} <= elements(have[giver])
     for rank in range(size):
-        coming = [at for (_, taker), ranges in routes.items() if taker == rank for lo, hi in ranges for at in range(lo, hi)]
+        coming = [
+            at for (_, taker), ranges in routes.items() if taker == rank for lo, hi in ranges for at in range(lo, hi)
+        ]
         assert len(coming) == len({*coming})
         assert {*coming} == elements(want[rank]) - elements(have[rank])

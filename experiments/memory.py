@@ -6,7 +6,8 @@
 Two ranks train torch modules of the same shapes as a task's, with data parallelism and with zero3, each in a process
 of its own. The last rank, which evaluates nothing, says what it has used at most from the moment before it builds the
 model on: on a processor its resident memory (Linux tells the peak), on CUDA what torch has allocated there. The
-prediction is `hcsim.training.memory`'s, from shapes alone. No time is measured, so that the machine may have other things to do.
+prediction is `hcsim.training.memory`'s, from shapes alone. No time is measured, so that the machine may have other
+things to do.
 """
 
 from __future__ import annotations

@@ -7,8 +7,9 @@ gives which range to whom (`hcsim.training.resharding`), until each member holds
 member held before it keeps until the first update in the new view, which all members have come to by then: if the view
 fails earlier, nothing is missing.
 
-Parts that nobody holds are gone. Then all go back to the newest checkpoint that one of them has, and end training with
-an error if there is none. A member that leaves in an orderly way gives its shards to the others first.
+If nobody in the view holds a part, all go back to the newest checkpoint that one of them has. If there is none, they
+keep what they have and wait for the missing members: a cable may have been pulled. After a while they end training with
+an error. A member that leaves in an orderly way gives its shards to the others first.
 
 A checkpoint has the whole model, as that of any strategy: the first member of a view gathers it from the others and
 saves it. So it can be loaded by any number of members, which share it out when they meet.
@@ -17,11 +18,12 @@ saves it. So it can be loaded by any number of members, which share it out when 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
+from typing import NoReturn, cast
 
 import msgspec
 import numpy as np
 
+from hcsim.cluster.membership_source import LAST_CALL_PAUSE_S
 from hcsim.cluster.view import View
 from hcsim.collectives.buffers import array_of
 from hcsim.collectives.group import Group
@@ -40,6 +42,14 @@ MOST_HOLDINGS = 32
 """The shards of which a member tells that it holds them, its present ones first."""
 
 
+MISSING_MOST_S = 120.0
+"""How long members wait for others whose shards nobody else has."""
+
+
+class _Awaited(Exception):
+    """The next view is there, perhaps with the members that were missing."""
+
+
 class ShardedMember(ReplicatedMember):
     """A member that holds shards and votes."""
 
@@ -52,6 +62,15 @@ class ShardedMember(ReplicatedMember):
     def _shards(self) -> Sharded:
         return cast(Sharded, self.method)
 
+    async def train(self, group: Group, view: View) -> bool:
+        try:
+            return await super().train(group, view)
+        except _Awaited:
+            return False
+
+    async def _resolve(self, truth: MemberProgress) -> None:
+        """Do nothing yet: whoever is missing may have applied what these members have not."""
+
     async def _level(self, group: Group, view: View, headers: list[MemberProgress], right: int) -> list[LocalProgress]:
         try:
             return await self._shared_out(group, headers, right)
@@ -61,20 +80,23 @@ class ShardedMember(ReplicatedMember):
 
     async def _shared_out(self, group: Group, headers: list[MemberProgress], right: int) -> list[LocalProgress]:
         """Bring each member to hold its shards of this view."""
-        method, rank = self._shards, group.rank
+        method, truth = self._shards, headers[right]
         self._saves_every = (await self._told_numbers(group, [self._every]))[0][0]
-        steps = [each[0] for each in await self._told_numbers(group, [self.run.step])]
-        if headers[right].epoch < 0:
+        if truth.epoch < 0:
             method.begin_again()
             method.hold_first(group)
             return [LocalProgress(0, 0)] * group.size
-        newest = [each.trained == headers[right].trained for each in headers]
+        steps = [max(each.step, each.pending + 1 if truth.step > each.pending else 0) for each in headers]
+        newest = [each.trained == truth.trained for each in headers]
         step = max(step for step, new in zip(steps, newest, strict=True) if new)
         holds = [new and each == step for new, each in zip(newest, steps, strict=True)]
-        have = await self._told_holdings(group, holds=holds[rank])
-        want = [method.shards_of(each, group.size) for each in range(group.size)]
-        await self._reshard(group, have, [[Holding(group.size, shard) for shard in shards] for shards in want], holds)
-        await self._compare_copies(group, want)
+        have = await self._told_holdings(group, holds=holds[group.rank])
+        shards = [method.shards_of(each, group.size) for each in range(group.size)]
+        want = [[Holding(group.size, shard) for shard in each] for each in shards]
+        plan(method.buckets, have, want)  # before anything changes, is everything there?
+        await super()._resolve(truth)
+        await self._reshard(group, have, want, holds)
+        await self._compare_copies(group, shards)
         return [LocalProgress(0, self.run.step)] * group.size
 
     @property
@@ -146,22 +168,39 @@ class ShardedMember(ReplicatedMember):
                     raise Contradiction(text, phase="synchronising", doubts=(VoteConflict(first, rank, text),))
 
     async def _go_back(self, group: Group, view: View, lost: Lost) -> tuple[list[MemberProgress], int]:
-        """Load this member's newest checkpoint, or nothing; return the progress of all."""
+        """Load this member's newest checkpoint; return the progress of all. If there is none, wait for the members that
+        are missing."""
         saved = self.checkpoints.load() if self.checkpoints is not None else None
+        if not any(told[0] for told in await self._told_numbers(group, [saved is not None])):
+            await self._wait_for_others(group, view, lost)
         self._shards.begin_again()
+        self.run.drop()
         self.provenance, self.run.step = NOTHING_YET, 0
         if saved is not None:
             self._reload(saved)
-        headers = [MemberProgress.read(each) for each in
-                   await gather_echoed(group, np.array(self._header().numbers(), np.int64))]  # fmt: skip
+        ours = np.array(self._header().numbers(), np.int64)
+        headers = [MemberProgress.read(each) for each in await gather_echoed(group, ours)]
         right = most_right(headers, lineage_digest(view))
-        if headers[right].epoch < 0:
-            raise TrainingError(
-                f"{lost}, and there is no checkpoint: {self.settings.strategy.partition(':')[0]}:copies=2 lets one "
-                "member be lost"
-            )
         self.host.trace("went back", view.epoch, headers[right].step)
         return headers, right
+
+    async def _wait_for_others(self, group: Group, view: View, lost: Lost) -> NoReturn:
+        """Keep what is held until members come back, or the time is up."""
+        clock = self.host.clock
+        until_s = clock.elapsed() + MISSING_MOST_S
+        self.host.trace("waits for shards", view.epoch)
+        while True:
+            ours = [self.source.superseded(view.epoch), clock.elapsed() >= until_s]
+            told = await self._told_numbers(group, ours)
+            if any(superseded for superseded, _ in told):
+                raise _Awaited
+            if any(over for _, over in told):
+                name = self.settings.strategy.partition(":")[0]
+                raise TrainingError(
+                    f"{lost}, which did not come back within {MISSING_MOST_S:g} s, and there is no checkpoint; more "
+                    f"copies ({name}:copies=2) let members be lost"
+                )
+            await clock.sleep(LAST_CALL_PAUSE_S)
 
     # What is saved and handed over.
 

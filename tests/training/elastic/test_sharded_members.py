@@ -78,7 +78,24 @@ def test_a_shard_that_nobody_holds_ends_training_on_all(strategy: str) -> None:
     for name in "ad":
         error = outcome.error(name)
         assert isinstance(error, TrainingError)
-        assert "are gone with the members that are lost, and there is no checkpoint" in str(error)
+        assert "are gone with the members that are lost, which did not come back within 120 s" in str(error)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_members_wait_for_shards_that_were_only_cut_off(stage: str) -> None:
+    def prepare(cluster: ScriptedCluster) -> None:
+        def on_step(name: str, done: int) -> None:
+            if (name, done) == ("a", 3):
+                cluster.publish("ad")
+                env = cluster.world.env
+                env.call_at(env.now_ns + 5 * 10**9, cluster.publish, "abcd")
+
+        cluster.on_step = on_step
+
+    settings = replace(CONVEX, strategy=f"{stage}:copies=2")
+    outcome = train(SWITCH, settings, prepare=prepare)
+    assert outcome.began == {0: 0, 2: 4}
+    assert outcome.sha256() == without_faults(outcome, SWITCH, replace(settings, strategy="ddp")).sha256()
 
 
 @pytest.mark.parametrize("stage", STAGES)

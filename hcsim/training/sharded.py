@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from math import sqrt
 from typing import Any, Literal, NamedTuple, cast
@@ -321,6 +321,10 @@ class _Step:
         self._tied = tied_blocks(run.task)
         self._kept: dict[int, Flat] = {}
         """The parameters of tied blocks, from the forward to the backward pass."""
+        self._visits: Iterator[int] = iter(())
+        """The blocks to come, in both passes."""
+        self._ahead: Flat = Phantom(0)
+        """The parameters of the block that comes next."""
         self._pending: list[asyncio.Task[Any]] = []
         self._under_way = asyncio.Semaphore(_UNDER_WAY if method.stage > 1 else len(self._closing))
         self._reducing: list[asyncio.Task[Any]] = []
@@ -356,9 +360,10 @@ class _Step:
         if samples:
             replica.begin(self._batch)
         forward = range(len(task.blocks))
-        coming = self._parameters((*forward, *reversed(forward)))
+        self._visits = iter((*forward, *reversed(forward)))
+        self._ahead = self._room_for(next(self._visits))
         for block in forward:
-            parameters = await anext(coming)
+            parameters = await self._parameters()
             if samples:
                 work = block_forward_work(task.blocks[block], samples)
                 function = partial(replica.forward_block, block, parameters)
@@ -381,7 +386,7 @@ class _Step:
                 await self._reduced_but(_UNDER_WAY)
                 slopes_of[bucket.number] = replica.slopes(bucket.lo, bucket.hi)
             gradients = slopes_of[bucket.number]
-            parameters = await anext(coming)
+            parameters = await self._parameters()
             if samples:
                 lo, hi = self._range(block)
                 slopes = part_of(gradients, lo - bucket.lo, hi - bucket.lo)
@@ -396,17 +401,14 @@ class _Step:
             del gradients
         return loss
 
-    async def _parameters(self, blocks: Sequence[int]) -> AsyncIterator[Flat]:
-        """Yield the parameters of these blocks, each of which is gathered while the one before it is computed."""
-        ahead = self._room_for(blocks[0])
-        for following in (*blocks[1:], None):
-            if self._gathering:
-                with self._run.learner.ledger.spent_on("exchange", "gather"):
-                    await self._gathering.pop()
-            parameters = ahead
-            if following is not None:
-                ahead = self._room_for(following)
-            yield parameters
+    async def _parameters(self) -> Flat:
+        """Return the parameters of the next block, and begin to gather those of the one after it."""
+        if self._gathering:
+            with self._run.learner.ledger.spent_on("exchange", "gather"):
+                await self._gathering.pop()
+        parameters, following = self._ahead, next(self._visits, None)
+        self._ahead = Phantom(0) if following is None else self._room_for(following)
+        return parameters
 
     def _room_for(self, block: int) -> Flat:
         """Return where the parameters of a block are, and begin to gather them."""

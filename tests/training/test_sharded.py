@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from hcsim.config.machine import GIB
 from hcsim.errors import ConfigError
 from hcsim.launch.virtual import simulate_training
 from hcsim.runtime.frame import HEADER_BYTES
+from hcsim.telemetry.timeline import Timeline
 from hcsim.training import tasks
 from hcsim.training.fitting import Room, alternatives, fits_of
 from hcsim.training.run import Report, Run
@@ -144,15 +146,13 @@ def test_phantoms_take_the_time_and_the_bytes_of_what_they_stand_for(
     assert [report.duration_s for report in phantom] == pytest.approx([report.duration_s for report in real])
 
 
-def test_what_is_gathered_shows_as_an_exchange_in_the_timeline() -> None:
-    purposes: dict[str, float] = {}
-
-    async def program(group: Group) -> None:
-        report = await train(group, replace(CONVEX, strategy="zero3", steps=1), 1)
-        purposes.update(report.points[0].spent_s)
-
-    hcsim.simulate(quiet_cluster(2), program).values()
-    assert purposes["wait"] > 0
+def test_the_timeline_shows_where_a_machine_waits_for_a_block(tmp_path: Path) -> None:
+    with (tmp_path / "run.pftrace").open("wb") as file:
+        timeline = Timeline(file.write)
+        simulate_training(quiet_cluster(2), replace(CONVEX, strategy="zero3", steps=1), sink=timeline).values()
+        analysis = timeline.end()
+    assert b"gather" in (tmp_path / "run.pftrace").read_bytes()
+    assert all(step.exposed_ns > 0 for step in analysis.steps)
 
 
 # What is refused, and what ends.

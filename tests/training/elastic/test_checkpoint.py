@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from hcsim.config import Training
 from hcsim.errors import ConfigError
-from hcsim.real.hardware import FileStore
+from hcsim.real.hardware import FolderStore
 from hcsim.runtime.host import Host
 from hcsim.selftest.script import train
 from hcsim.training.elastic.checkpoint import CheckpointOrigin, CheckpointWriter, decode, encode, in_store
@@ -165,7 +165,7 @@ def test_where_all_are_damaged_nothing_is_trained_from_the_start_without_a_word(
 
 
 def test_a_folder_of_another_task_is_named_as_such(tmp_path: Path):
-    store = FileStore(tmp_path / "state")
+    store = FolderStore(tmp_path / "state")
     store.save("checkpoint", encode(PARCEL, CheckpointOrigin(task("convex").name, "x")))
     for ours, said in (
         (DIGITS, "this is a checkpoint of the task convex, and the task here is digits: give another folder"),

@@ -92,7 +92,9 @@ def _sheet(choices: list[pd.DataFrame], fills: dict[str, tuple[str, str]], place
                 pair = row[kinds * number : kinds * (number + 1)]
                 here = tiles[tiles["tokens"] == length]
                 _pair(pair, here, fills, others)
-                pair[0].set_title(f"{place}, {length:,} tokens per Mac and step;\n{tiles['methods'].iloc[0]}", pad=40)
+                if len(here):
+                    words = f"{place}, {length:,} tokens per Mac and step;\n{tiles['methods'].iloc[0]}"
+                    pair[0].set_title(words, pad=40)
         takeaway(sheet, _finding(choices, place))
         winners = {name for tiles in choices for name in tiles["fastest"]}
         shown = [name for name in fills if name in winners]

@@ -77,7 +77,8 @@ def _finding(table: pd.DataFrame) -> str:
         if len(alone) and len(together):
             best = together.loc[together["time_to_target_s"].astype(float).idxmin()]
             times = float(alone.iloc[0]["time_to_target_s"]) / float(best["time_to_target_s"])
-            apart = float(best["time_to_target_p90_s"]) < float(alone.iloc[0]["time_to_target_p10_s"])
+            latest_s, soonest_alone_s = best["time_to_target_p90_s"], alone.iloc[0]["time_to_target_p10_s"]
+            apart = pd.notna(latest_s) and pd.notna(soonest_alone_s) and float(latest_s) < float(soonest_alone_s)
             sure = "" if apart or times < 1 else "; the bands overlap"
             parts.append(f"{task_title(task)}: at best {times:.1f} times as soon as one Mac ({best['method']}{sure})")
     return "\n".join(parts) or "Time to a target loss"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from hcsim.runtime.address import split_address
+from hcsim.runtime.address import hosts_of
 from hcsim.telemetry.metrics import HistogramSeries
 from hcsim.virtual.rate_allocator import Resource
 from hcsim.virtual.world import World
@@ -28,7 +28,7 @@ def loads(world: World, seconds: float) -> tuple[LinkLoad, ...]:
         for metric, labels, series in host.metrics.series():
             if metric.name != SENT or isinstance(series, HistogramSeries):
                 continue
-            there = split_address(dict(labels)["peer"])[0]
+            there = hosts_of(dict(labels)["peer"])[0][0].partition("%")[0]
             path = world.topology.route(host.name, there)
             sent_bytes = series.value
             for resource, share in path.uses if path is not None and sent_bytes else ():

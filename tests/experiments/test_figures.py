@@ -75,7 +75,7 @@ def test_the_large_model_takes_the_small_ones_steps_at_its_own_pace(tmp_path: Pa
 def test_the_map_shows_the_fastest_and_one_mac_where_nothing_beats_it(tmp_path: Path) -> None:
     tiles = drawn("crossover", tmp_path)["crossover"]
     fastest = {(row.methods, row.link): row.fastest for row in tiles.itertuples()}
-    plain, every = "data parallel, nothing compressed", "and with local steps"
+    plain, every = "data parallel, nothing compressed", "with compression and local steps"
     assert fastest[plain, "ethernet:10 Mb/s"] == "one Mac alone"
     assert fastest[plain, "ethernet:1 Gb/s"] == "data parallel"
     assert fastest[every, "ethernet:10 Mb/s"] == "DiLoCo 32"

@@ -201,7 +201,7 @@ def test_a_cell_that_fails_is_a_row_with_its_error_and_is_tried_again(tmp_path: 
     asked = [Asked("mine", bad), Asked("mine", good)]
     for _ in range(2):
         with closing(LocalPool(1)) as pool:
-            assert sweep(asked, tmp_path, pool, [], Console(quiet=True)).failed == 1
+            assert sweep(asked, Output(tmp_path), pool, [], Console(quiet=True)).failed == 1
     first, second = rows(tmp_path / "cells.csv")
     assert first["algorithm"] == "hierarchical"
     assert "groups" in first["error"]
@@ -454,7 +454,8 @@ def test_the_report_of_a_sweep_has_its_figures_and_their_numbers_and_asks_for_no
     asked = parse_sweep(SMALL, "small.toml")
     pages = [tmp_path / "a.html", tmp_path / "b.html"]
     for page in pages:
-        sweep(asked, Output(tmp_path, page), 1, ["small.toml"], Console(quiet=True))
+        with closing(LocalPool(1)) as pool:
+            sweep(asked, Output(tmp_path, page), pool, ["small.toml"], Console(quiet=True))
     text = pages[0].read_text()
     assert text == pages[1].read_text()
     found = asks_for_nothing(text)

@@ -19,7 +19,7 @@ import pytest
 from rich.console import Console
 
 from experiments.study.grid import parse_sweep
-from experiments.sweep import sweep
+from experiments.sweep import Output, sweep
 from hcsim.errors import ConfigError
 from hcsim.fuzz.search import TrialPool, answer_trial, judge
 from hcsim.pool import Finished, Pool, TaskFunction
@@ -115,7 +115,9 @@ class KillingPool:
 def swept(pool: Pool, out: Path) -> list[bytes]:
     """The tables of a sweep in this pool."""
     with closing(pool):
-        outcome = sweep(parse_sweep(SMALL, "small.toml", quick=False), out, pool, ["small.toml"], Console(quiet=True))
+        outcome = sweep(
+            parse_sweep(SMALL, "small.toml", quick=False), Output(out), pool, ["small.toml"], Console(quiet=True)
+        )
     assert outcome.failed == 0
     return [(out / name).read_bytes() for name in TABLES]
 

@@ -10,7 +10,10 @@ import pytest
 from hcsim.compressors.base import Array, Ident, LinearCompressor, PayloadKind
 from hcsim.compressors.registry import make, specs
 
-EVERY = ["none", "topk:0.1", "randomk:0.1", "fp16", "bf16", "int8", "int8:block=64", "onebit", "powersgd:2", "zstd"]
+EVERY = [
+    "none", "topk:0.1", "blocktopk:0.1", "dcttopk:0.1", "randomk:0.1", "fp16", "bf16", "int8", "int8:block=64", "int4",
+    "int2", "onebit", "powersgd:2", "zstd",
+]  # fmt: skip
 
 
 def gradient(step: int, rank: int = 0) -> Array:

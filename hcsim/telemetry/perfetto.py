@@ -14,7 +14,8 @@ from enum import IntEnum
 
 from hcsim.telemetry.protobuf import delimited, double, fixed64, text, uint
 
-_SEQUENCE = 1
+_NUMBER_BITS, _PROCESS_BITS = 20, 8
+"""How many tracks, and how many processes, a file has at most beside others."""
 _BEGIN, _END, _INSTANT = 1, 2, 3
 _EXPLICIT_ORDER = 3
 _CLEARED = 1
@@ -54,12 +55,15 @@ _NO_NOTES: Notes = {}
 
 
 class PerfettoFile:
-    """Writes tracks, slices and instants. Slices of one track must not overlap, and are written in order."""
+    """Writes tracks, slices and instants. Slices of one track must not overlap, and are written in order.
 
-    def __init__(self, write: Callable[[bytes], None]) -> None:
+    Files may be concatenated if each has another `origin`, a random number: their numbers differ then."""
+
+    def __init__(self, write: Callable[[bytes], None], origin: int = 0) -> None:
         self._write = write
-        self._tracks = 0
-        self._processes = 0
+        self._tracks = origin % (1 << 63 - _NUMBER_BITS) << _NUMBER_BITS
+        self._processes = origin % (1 << 31 - _PROCESS_BITS) << _PROCESS_BITS
+        self._sequence = uint(_Field.PACKET_SEQUENCE, 1 + origin % ((1 << 32) - 1))
         self._packet(uint(_Field.PACKET_FLAGS, _CLEARED))
 
     def process(self, name: str, rank: int) -> int:
@@ -99,7 +103,7 @@ class PerfettoFile:
         self._packet(uint(_Field.PACKET_TIMESTAMP, at_ns) + delimited(_Field.PACKET_EVENT, event))
 
     def _packet(self, about: bytes) -> None:
-        self._write(delimited(_Field.PACKET, about + uint(_Field.PACKET_SEQUENCE, _SEQUENCE)))
+        self._write(delimited(_Field.PACKET, about + self._sequence))
 
 
 def _note(item: tuple[str, int | float | str]) -> bytes:

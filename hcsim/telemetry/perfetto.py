@@ -42,7 +42,6 @@ class _Field(IntEnum):
     EVENT_TRACK = 11
     EVENT_NAME = 23
     EVENT_FLOWS = 47
-    EVENT_LAST_FLOWS = 48
     NOTE_INT = 4
     NOTE_DOUBLE = 5
     NOTE_TEXT = 6
@@ -87,9 +86,9 @@ class PerfettoFile:
         self._event(end_ns, track, _END, b"")
 
     def instant(self, track: int, at_ns: int, name: str, notes: Notes = _NO_NOTES, flows: Iterable[int] = ()) -> None:
-        """Write an instant, at which the flows end."""
+        """Write an instant, at which the flows end. One that has not begun by then begins here."""
         about = [text(_Field.EVENT_NAME, name), *map(_note, notes.items())]
-        about += [fixed64(_Field.EVENT_LAST_FLOWS, flow) for flow in flows]
+        about += [fixed64(_Field.EVENT_FLOWS, flow) for flow in flows]
         self._event(at_ns, track, _INSTANT, b"".join(about))
 
     def _track(self, about: bytes, rank: int) -> int:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import suppress
+from itertools import count
 
 from hcsim.errors import HcsimError
 from hcsim.runtime.frame import Header, Kind
@@ -26,8 +27,13 @@ _QUESTIONS = 8
 """How often a peer is asked in a row; the shortest round trip counts."""
 _ANSWER_S = 1.0
 _AGAIN_S = 5.0
-_SOON_S = 0.1
-"""How long to wait before asking again as long as nobody has had a clock."""
+_SOON_S = 0.05
+"""How long to wait before asking again as long as the clock is not known well enough."""
+_GOOD_NS = 50_000
+_MOST_ROUNDS = 20
+"""How often to ask for a better clock before the timeline begins with what there is."""
+_MOST_LONELY_ROUNDS = 100
+"""So often nobody has a clock until this machine is the reference: the others record nothing."""
 _NS = 1_000_000_000
 _MOST_ERROR_US = (1 << 32) - 1
 
@@ -43,18 +49,23 @@ class ClockQuestions:
         self._waiting: dict[int, asyncio.Future[tuple[Header, int]]] = {}
         self._joined = asyncio.Event()
         self._asking: asyncio.Task[None] | None = None
+        self._is_told = False
+        """Whether the timeline knows the clock."""
 
     def start(self) -> None:
         """Ask for the time from now on, if a timeline is recorded here."""
         clock = self._host.timeline_clock
         if clock is not None:
-            if self._us.rank == 0 and clock.be_reference():
-                self._tell(self._now_ns())
+            if self._us.rank == 0:
+                clock.be_reference()
             self._asking = self._host.spawn(self._ask_on(), name="ask for the time")
 
     def stop(self) -> None:
-        if self._asking is not None:
+        clock = self._host.timeline_clock
+        if self._asking is not None and clock is not None:
             self._asking.cancel()
+            if clock.reference and not self._is_told:
+                self._tell()
 
     def joined(self, link: Link) -> None:
         """There is a new link."""
@@ -64,10 +75,11 @@ class ClockQuestions:
     def _now_ns(self) -> int:
         return round(self._host.clock.elapsed() * _NS)
 
-    def _tell(self, now_ns: int) -> None:
+    def _tell(self) -> None:
         clock = self._host.timeline_clock
         assert clock is not None
-        self._host.note("clock", clock.offset_ns, clock.error_ns(now_ns), clock.reference)
+        self._is_told = True
+        self._host.note("clock", clock.offset_ns, clock.error_ns(self._now_ns()), clock.reference)
 
     def _heard(self, link: Link, header: Header) -> None:
         now_ns = self._now_ns()
@@ -99,13 +111,19 @@ class ClockQuestions:
     async def _ask_on(self) -> None:
         clock = self._host.timeline_clock
         assert clock is not None
-        while True:
+        for rounds in count():
             self._joined.clear()
             for link in list(self._links.values()):
                 with suppress(HcsimError, TimeoutError):
                     await self._ask(link)
+            if rounds == _MOST_LONELY_ROUNDS:
+                clock.be_reference()
+            is_good = rounds >= _MOST_ROUNDS or clock.error_ns(self._now_ns()) <= _GOOD_NS
+            is_alone = not self._links and self._us.world > 1  # others may have a clock already
+            if clock.reference and is_good and not is_alone and not self._is_told:
+                self._tell()
             with suppress(TimeoutError):
-                async with self._host.clock.timeout(_AGAIN_S if clock.reference else _SOON_S):
+                async with self._host.clock.timeout(_AGAIN_S if self._is_told else _SOON_S):
                     await self._joined.wait()
 
     async def _ask(self, link: Link) -> None:
@@ -119,8 +137,8 @@ class ClockQuestions:
                 return
             if best is None or sample.bound_ns < best[1].bound_ns:
                 best = reference, sample
-        if best is not None and clock.learn(*best):
-            self._tell(best[1].heard_ns)
+        if best is not None and clock.learn(*best) and self._is_told:
+            self._tell()
 
     async def _trip(self, link: Link) -> tuple[int, ClockSample]:
         """Ask once; return the reference of the peer's clock, and the times."""

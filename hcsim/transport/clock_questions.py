@@ -47,6 +47,7 @@ class ClockQuestions:
         self._links = links
         self._asked = 0
         self._waiting: dict[int, asyncio.Future[tuple[Header, int]]] = {}
+        self._answering: set[Link] = set()
         self._joined = asyncio.Event()
         self._asking: asyncio.Task[None] | None = None
         self._is_told = False
@@ -83,7 +84,10 @@ class ClockQuestions:
 
     def _heard(self, link: Link, header: Header) -> None:
         now_ns = self._now_ns()
+        if header.step == _QUESTION and link in self._answering:
+            return  # it has not taken the last answer yet
         if header.step == _QUESTION:
+            self._answering.add(link)
             self._host.spawn(self._answer(link, header.group, now_ns), name="tell the time")
         elif (waiting := self._waiting.get(header.group)) is not None and not waiting.done():
             waiting.set_result((header, now_ns))
@@ -95,8 +99,11 @@ class ClockQuestions:
             reference, offset_ns = clock.reference, clock.offset_ns
             error_us = min(-(-clock.error_ns(received_ns) // 1000), _MOST_ERROR_US)
         times_ns = max(0, received_ns + offset_ns), max(0, self._now_ns() + offset_ns)
-        with suppress(HcsimError):
-            await self._send(link, _ANSWER, number, times_ns, (reference, error_us))
+        try:
+            with suppress(HcsimError):
+                await self._send(link, _ANSWER, number, times_ns, (reference, error_us))
+        finally:
+            self._answering.discard(link)
 
     async def _send(
         self, link: Link, step: int, number: int, times_ns: tuple[int, int] = (0, 0), clock: tuple[int, int] = (0, 0)
@@ -146,8 +153,8 @@ class ClockQuestions:
         answer = self._waiting[number] = asyncio.get_running_loop().create_future()
         try:
             asked_ns = self._now_ns()
+            await self._send(link, _QUESTION, number)  # without a limit, which could cut the frame
             async with self._host.clock.timeout(_ANSWER_S):
-                await self._send(link, _QUESTION, number)
                 header, heard_ns = await answer
         finally:
             del self._waiting[number]

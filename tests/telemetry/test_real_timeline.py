@@ -199,3 +199,22 @@ def test_members_of_a_cluster_write_one_timeline_if_they_run_in_one_process(tmp_
     clocks = [json.loads(line) for line in trace.read_text().splitlines() if '"clock"' in line]
     assert {clock[2] for clock in clocks} == {"a", "b"}
     assert len({clock[5] for clock in clocks}) == 1, "both follow the same clock"
+
+
+def test_a_machine_without_a_timeline_neither_asks_nor_has_a_clock(tmp_path: Path) -> None:
+    peers, path = free_addresses(2), tmp_path / "0.pftrace"
+
+    async def member(rank: int, sink: Any) -> None:
+        async with real_group(rank, peers, options=Options(timeout_s=20.0), sink=sink) as group:
+            assert (group.host.timeline_clock is None) == (sink is None)
+            await assemble(group, 20.0, lambda missing: None)
+            await group.all_reduce(np.ones(2**10, np.float32))
+
+    async def both(sink: Any) -> None:
+        await asyncio.gather(member(0, None), member(1, sink))
+
+    with recording(RecordingFiles(timeline=path), real=True) as record:
+        asyncio.run(both(record.sink))
+    left, came, _, _ = links_of(path)
+    assert left
+    assert came, "one that nobody can tell the time uses its own clock"

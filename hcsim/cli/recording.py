@@ -204,7 +204,7 @@ def _write_graph(prefix: Path, graph: ExecutionGraph) -> None:
         screen.note("they have computations only: nothing was exchanged by operations of a group")
     if graph.is_cut:
         screen.note("they end before the run does: it is too long, or its ranks were numbered anew")
-    if (beyond := trace_file(prefix, len(graphs))).exists() and graphs:
+    if graphs and (beyond := trace_file(prefix, 1 + graphs[-1].rank)).exists():
         screen.note(f"{beyond} is of another run, which had more ranks")
 
 

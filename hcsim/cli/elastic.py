@@ -134,7 +134,7 @@ def train_for_real(node: RealNode, plan: ClusterJob, outputs: Outputs, others: R
     with (
         MachineLog.at(outputs.log, node.name or host_name()) as written,
         screen.ProgressLine("step", settings.steps, written, clock=str if attended else _time_of_day) as progress,
-        recording(outputs.files) as record,
+        recording(outputs.files, real=True) as record,
     ):
         if node.device == "auto":
             node = msgspec.structs.replace(node, device=asyncio.run(fastest_device(settings, progress.news)))

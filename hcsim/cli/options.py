@@ -180,6 +180,7 @@ class RankOptions(msgspec.Struct, frozen=True):
     plugin: Plugins = None
     set: Set = None
     save: Save = None
+    timeline: Timeline = None
 
 
 class ProbeOptions(msgspec.Struct, frozen=True):

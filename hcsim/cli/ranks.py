@@ -22,6 +22,7 @@ from hcsim.config import Job, Scenario
 from hcsim.errors import CollectiveError, ConfigError, HcsimError
 from hcsim.jobs import JobRepeat, check_job, run_job
 from hcsim.launch.virtual import simulate
+from hcsim.telemetry.trace import Sink
 from hcsim.transport.groups import Wire
 from hcsim.twin.job_band import USUAL_VARIANTS, is_quick_job, job_band
 
@@ -44,6 +45,7 @@ class ManualRank(msgspec.Struct, frozen=True):
     tls: TlsFiles | None
     insecure: bool
     metrics_at: str | None = None
+    files: RecordingFiles = RecordingFiles()
 
     @property
     def rank(self) -> int:
@@ -138,23 +140,31 @@ def run_real(job: Job, place: ManualRank, wire: Wire) -> bool:
     if job.algorithm == "hierarchical":
         raise ConfigError("hierarchical needs to know who is close to whom: use the library, with Options(groups=…)")
     ranks = len(place.peers)
-    with screen.ProgressLine("repeat", job.repeat) as progress:
-        laps, where = asyncio.run(_run(job, place, wire, progress))
+    with screen.ProgressLine("repeat", job.repeat) as progress, recording(place.files, real=True) as record:
+        laps, where = asyncio.run(_run(job, place, wire, progress, record.sink))
     screen.report(screen.title(job, ranks, where), job, ranks, laps)  # all ranks have told each other how it went
+    show_run(record, place.files)
     return not any(lap.wrong for lap in laps)
 
 
-async def _run(job: Job, place: ManualRank, wire: Wire, progress: screen.ProgressLine) -> tuple[list[JobRepeat], str]:
+async def _run(
+    job: Job, place: ManualRank, wire: Wire, progress: screen.ProgressLine, sink: Sink | None
+) -> tuple[list[JobRepeat], str]:
     from hcsim.training.trainer import agree
 
-    async with joined(place, job.timeout_s, wire, progress) as group:
+    async with joined(place, job.timeout_s, wire, progress, sink=sink) as group:
         await agree(group, job)
         return await run_job(group, job, progress.lap), for_real(group, f"rank {group.rank} ")
 
 
 @asynccontextmanager
 async def joined(
-    place: ManualRank, timeout_s: float, wire: Wire, progress: screen.ProgressLine, device: str = "cpu"
+    place: ManualRank,
+    timeout_s: float,
+    wire: Wire,
+    progress: screen.ProgressLine,
+    device: str = "cpu",
+    sink: Sink | None = None,
 ) -> AsyncIterator[Group]:
     """Yield the group once all peers are connected. Until then, show the peers that are still missing."""
     from hcsim.launch.real import real_group  # a virtual run does without it
@@ -178,6 +188,7 @@ async def joined(
             metrics_at=place.metrics_at,
             on_refused=progress.news,
             tell=progress.news,
+            sink=sink,
         ) as group:
             try:
                 await assemble(group, wire.connect_timeout_s + _GRACE_S, missing)

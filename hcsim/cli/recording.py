@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -12,6 +13,7 @@ import msgspec
 from hcsim.cli import screen
 from hcsim.collectives.naming import naming
 from hcsim.errors import CollectiveError, CollectiveTimeout, ConfigError, HcsimError
+from hcsim.telemetry.aligned import AlignedSink
 from hcsim.telemetry.chakra import trace_file, write_traces
 from hcsim.telemetry.execution import ExecutionGraph
 from hcsim.telemetry.metrics import HostMetrics
@@ -127,8 +129,9 @@ class FinishedRun(Protocol):
 
 
 @contextmanager
-def recording(files: RecordingFiles) -> Iterator[Recording]:
-    """Open the files, so that an unwritable one is reported before the run."""
+def recording(files: RecordingFiles, *, real: bool = False) -> Iterator[Recording]:
+    """Open the files, so that an unwritable one is reported before the run. A real machine's timeline fits to those of
+    others, and it notes frames for it."""
     try:
         with ExitStack() as stack:
             sinks = [] if files.trace is None else [_lines(stack.enter_context(_Output(files.trace)))]
@@ -144,9 +147,9 @@ def recording(files: RecordingFiles) -> Iterator[Recording]:
                 write = _dropped
                 if files.timeline is not None:
                     write = _until_lost(stack.enter_context(_Output(files.timeline)).write)
-                timeline = Timeline(write, files.timeline_steps)
+                timeline = Timeline(write, files.timeline_steps, origin=secrets.randbits(64) if real else 0)
                 stack.callback(timeline.end)
-                sinks.append(timeline)
+                sinks.append(_aligned(stack, timeline) if real and files.timeline is not None else timeline)
             if files.chakra is not None:
                 _Output(trace_file(files.chakra, 0)).close()
                 graph = ExecutionGraph()
@@ -201,7 +204,7 @@ def _write_graph(prefix: Path, graph: ExecutionGraph) -> None:
         screen.note("they have computations only: nothing was exchanged by operations of a group")
     if graph.is_cut:
         screen.note("they end before the run does: it is too long, or its ranks were numbered anew")
-    if (beyond := trace_file(prefix, len(graphs))).exists() and graphs:
+    if graphs and (beyond := trace_file(prefix, 1 + graphs[-1].rank)).exists():
         screen.note(f"{beyond} is of another run, which had more ranks")
 
 
@@ -210,6 +213,7 @@ class _WithIntervals(IntervalSink):
 
     def __init__(self, sinks: Sequence[Sink]) -> None:
         self._sinks = sinks
+        self.wants_frames = any(isinstance(sink, IntervalSink) and sink.wants_frames for sink in sinks)
 
     def __call__(self, events: Sequence[Event]) -> None:
         for sink in self._sinks:
@@ -222,6 +226,12 @@ def _all(sinks: Sequence[Sink]) -> Sink | None:
         return sinks[0] if sinks else None
     joined = _WithIntervals(sinks)
     return joined if any(isinstance(sink, IntervalSink) for sink in sinks) else lambda events: joined(events)
+
+
+def _aligned(stack: ExitStack, timeline: Timeline) -> AlignedSink:
+    aligned = AlignedSink(timeline)
+    stack.callback(aligned.end)
+    return aligned
 
 
 def _lines(file: _Output) -> Sink:

@@ -107,12 +107,15 @@ def rank(options: RankOptions) -> bool:
     training = _training(chosen, settings)
     files = tls(options.tls_cert, options.tls_key, options.tls_ca)
     wire = _wire(settings, _WAIT_S if options.wait is None else seconds("--wait", options.wait))
+    outputs = {"--trace": None, "--timeline": options.timeline, "--chakra": None, "--report": None}
+    recorded = _recorded(settings, outputs, None)
+    _apart({"--save": options.save, **outputs})
     if training is not None:
         ignored = _ignores_memory(settings)
         here = settings.take("machine", ThisMachine(), ("device", "metrics"))
         twin = _twin(None, settings)
         settings.finish({"machine": _BY_ITSELF, "cluster": _BY_ITSELF})
-        place = _place(options, files, here)
+        place = replace(_place(options, files, here), files=recorded)
         from hcsim.cli.memory import check_here
         from hcsim.cli.training import train_real
 
@@ -125,7 +128,7 @@ def rank(options: RankOptions) -> bool:
     only(learned, {"--save": options.save, "--seed": options.seed})
     from hcsim.cli.ranks import run_real
 
-    return run_real(job, _place(options, files, here), wire)
+    return run_real(job, replace(_place(options, files, here), files=recorded), wire)
 
 
 def probe(options: ProbeOptions) -> None:

@@ -122,11 +122,18 @@ def train_real(
     if save is not None and rank != 0:
         raise ConfigError("--save: rank 0 saves the model; all ranks end with the same one")
     check_for_real(settings, device)
-    with screen.ProgressLine("step", settings.steps) as progress:
+    with screen.ProgressLine("step", settings.steps) as progress, recording(place.files, real=True) as record:
         if device == "auto":
             device = asyncio.run(fastest_device(settings, progress.news))
-        report, where = asyncio.run(_train(settings, seed, place, wire, device, progress, save))
+        onlooker = ConsoleReporter(progress, save)
+
+        async def trained() -> tuple[Report, str]:
+            async with joined(place, settings.timeout_s, wire, progress, device, record.sink) as group:
+                return await train(group, settings, seed, onlooker), for_real(group)
+
+        report, where = asyncio.run(trained())
     screen.training_report(settings, f"rank {rank} of {ranks}, {where}", [report])
+    show_run(record, place.files)
     if save is not None and not report.points:
         screen.note("not saved: another rank is faster, and has trained alone")
     if twin is not None and rank == 0:
@@ -145,19 +152,6 @@ def check_for_real(settings: Training, device: str) -> None:
             f"{settings.task} has shapes and no data: it can be simulated, or timed with --set device=sleep:M4, "
             "not trained"
         )
-
-
-async def _train(
-    settings: Training,
-    seed: int,
-    place: ManualRank,
-    wire: Wire,
-    device: str,
-    progress: screen.ProgressLine,
-    save: Path | None,
-) -> tuple[Report, str]:
-    async with joined(place, settings.timeout_s, wire, progress, device) as group:
-        return await train(group, settings, seed, ConsoleReporter(progress, save)), for_real(group)
 
 
 async def fastest_device(settings: Training, tell: Callable[[str], None]) -> str:

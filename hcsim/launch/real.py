@@ -236,6 +236,7 @@ async def real_group(
     metrics_at: str | None = None,
     on_refused: Callable[[str], None] = lambda what: None,
     tell: Callable[[str], None] = lambda what: None,
+    sink: Sink | None = None,
 ) -> AsyncIterator[Group]:
     """Join a real group: `peers` are all ranks' addresses in order, this rank's included; the port may be left
     out.
@@ -243,7 +244,8 @@ async def real_group(
     Ranks on one machine that are named by its loopback address reach each other through shared memory, unless
     `shared_memory` is false. `device` is the device of a training run, as torch names it, or "sleep:M4" to take the
     time of another machine. Prometheus metrics are served at `metrics_at` (host:port). `on_refused` is called for
-    rejected connections, once per reason; `tell` for what a user should know of the device."""
+    rejected connections, once per reason; `tell` for what a user should know of the device. `sink` receives the events
+    of this rank's trace."""
     addresses = tuple(with_port(peer, DEFAULT_PORT) for peer in peers)
     twice = next((address for address in addresses if addresses.count(address) > 1), None)
     if twice is not None:
@@ -265,7 +267,10 @@ async def real_group(
             shared_memory=shared_memory,
             device=device,
         )
-        ours = RealHost(named, on_refused=lambda error: refusals(str(error)), tell=tell)
+        trace = None if sink is None else Trace(sink)
+        if trace is not None:
+            stack.callback(trace.digest)  # hands on the last events
+        ours = RealHost(named, trace=trace, on_refused=lambda error: refusals(str(error)), tell=tell)
         host = await stack.enter_async_context(ours)
         await stack.enter_async_context(_serving(metrics_at, host))
         yield await stack.enter_async_context(await Group.open(host, us, options))

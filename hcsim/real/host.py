@@ -49,6 +49,7 @@ from hcsim.real.tls import ClusterTls, Tls, TlsFiles
 from hcsim.runtime.address import TCP, Target, join_address, parse
 from hcsim.runtime.channel import Channel, Listener
 from hcsim.runtime.host import CONNECT_TIMEOUT_S, Device, Interface, PeerCheck, Readings
+from hcsim.runtime.timeline_clock import TimelineClock
 from hcsim.telemetry.metrics import HostMetrics
 from hcsim.telemetry.trace import Intervals, Trace
 
@@ -199,6 +200,8 @@ class RealHost:
         self._device = device or self._own_device
         self._trace = trace
         self.interval = Intervals(trace, time.monotonic_ns, options.name)
+        has_frames = trace is not None and trace.has_frames
+        self.timeline_clock = TimelineClock(time.time_ns()) if has_frames else None
         self._sensors = Sensors()
         self._clock = RealClock()
         self._tasks: dict[asyncio.Task[Any], Callable[[asyncio.Task[Any]], None] | None] = {}

@@ -56,6 +56,8 @@ class Kind(IntEnum):
     COMPUTING = 7
     """A rank computes and will come to its next operation; there is no payload. `step` is the rank, plus one, and
     `operation` the number of its notice: others pass it on."""
+    CLOCK = 8
+    """A question for the time, or the answer, for timelines of several machines (see `transport.clock_questions`)."""
 
 
 _KINDS = tuple(Kind)

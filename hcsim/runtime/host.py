@@ -19,6 +19,7 @@ import msgspec
 from hcsim.errors import UNDECODABLE, ConfigError
 from hcsim.runtime.channel import Channel, Listener
 from hcsim.runtime.clock import Clock
+from hcsim.runtime.timeline_clock import TimelineClock
 
 T = TypeVar("T")
 CONNECT_TIMEOUT_S = 5.0
@@ -332,6 +333,10 @@ class Host(Protocol):
 
     @property
     def metrics(self) -> Metrics: ...
+
+    @property
+    def timeline_clock(self) -> TimelineClock | None:
+        """The clock that this machine's timeline shares with others; None if the transport is to note no frames."""
 
     def interfaces(self) -> tuple[Interface, ...]:
         """The host's network interfaces, `fastest_first`."""

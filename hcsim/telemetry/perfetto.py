@@ -14,7 +14,8 @@ from enum import IntEnum
 
 from hcsim.telemetry.protobuf import delimited, double, fixed64, text, uint
 
-_SEQUENCE = 1
+_NUMBER_BITS, _PROCESS_BITS = 20, 8
+"""How many tracks, and how many processes, a file has at most beside others."""
 _BEGIN, _END, _INSTANT = 1, 2, 3
 _EXPLICIT_ORDER = 3
 _CLEARED = 1
@@ -41,7 +42,6 @@ class _Field(IntEnum):
     EVENT_TRACK = 11
     EVENT_NAME = 23
     EVENT_FLOWS = 47
-    EVENT_LAST_FLOWS = 48
     NOTE_INT = 4
     NOTE_DOUBLE = 5
     NOTE_TEXT = 6
@@ -54,12 +54,15 @@ _NO_NOTES: Notes = {}
 
 
 class PerfettoFile:
-    """Writes tracks, slices and instants. Slices of one track must not overlap, and are written in order."""
+    """Writes tracks, slices and instants. Slices of one track must not overlap, and are written in order.
 
-    def __init__(self, write: Callable[[bytes], None]) -> None:
+    Files may be concatenated if each has another `origin`, a random number: their numbers differ then."""
+
+    def __init__(self, write: Callable[[bytes], None], origin: int = 0) -> None:
         self._write = write
-        self._tracks = 0
-        self._processes = 0
+        self._tracks = origin % (1 << 63 - _NUMBER_BITS) << _NUMBER_BITS
+        self._processes = origin % (1 << 31 - _PROCESS_BITS) << _PROCESS_BITS
+        self._sequence = uint(_Field.PACKET_SEQUENCE, 1 + origin % ((1 << 32) - 1))
         self._packet(uint(_Field.PACKET_FLAGS, _CLEARED))
 
     def process(self, name: str, rank: int) -> int:
@@ -83,9 +86,9 @@ class PerfettoFile:
         self._event(end_ns, track, _END, b"")
 
     def instant(self, track: int, at_ns: int, name: str, notes: Notes = _NO_NOTES, flows: Iterable[int] = ()) -> None:
-        """Write an instant, at which the flows end."""
+        """Write an instant, at which the flows end. One that has not begun by then begins here."""
         about = [text(_Field.EVENT_NAME, name), *map(_note, notes.items())]
-        about += [fixed64(_Field.EVENT_LAST_FLOWS, flow) for flow in flows]
+        about += [fixed64(_Field.EVENT_FLOWS, flow) for flow in flows]
         self._event(at_ns, track, _INSTANT, b"".join(about))
 
     def _track(self, about: bytes, rank: int) -> int:
@@ -99,7 +102,7 @@ class PerfettoFile:
         self._packet(uint(_Field.PACKET_TIMESTAMP, at_ns) + delimited(_Field.PACKET_EVENT, event))
 
     def _packet(self, about: bytes) -> None:
-        self._write(delimited(_Field.PACKET, about + uint(_Field.PACKET_SEQUENCE, _SEQUENCE)))
+        self._write(delimited(_Field.PACKET, about + self._sequence))
 
 
 def _note(item: tuple[str, int | float | str]) -> bytes:

@@ -68,15 +68,29 @@ class _Machine(MachineActivity):
         """Of the present step."""
         self.view: tuple[int, str] | None = None
         self.stopped_since_ns: int | None = None
+        self.peers: list[str] = []
+        """The members of its view, by rank."""
+
+    def peer(self, rank: int) -> str:
+        return self.peers[rank] if rank < len(self.peers) else f"rank {rank}"
+
+
+def _frame(about: Sequence[int]) -> tuple[str, Notes]:
+    operation, bucket, number, offset, size_bytes = about
+    return f"bucket {bucket}, round {number}", {"operation": operation, "offset": offset, "bytes": size_bytes}
 
 
 class Timeline(IntervalSink):
     """Writes the events of a run as a timeline, and says at the end where the time has gone."""
 
     def __init__(
-        self, write: Callable[[bytes], None], most_steps: int = MOST_STEPS, most_events: int = MOST_EVENTS
+        self,
+        write: Callable[[bytes], None],
+        most_steps: int = MOST_STEPS,
+        most_events: int = MOST_EVENTS,
+        origin: int = 0,
     ) -> None:
-        self._file = PerfettoFile(write)
+        self._file = PerfettoFile(write, origin)
         self._most_steps = most_steps
         self._left = most_events
         self._machines: dict[str, _Machine] = {}
@@ -95,6 +109,9 @@ class Timeline(IntervalSink):
             "send": self._send,
             "deliver": self._deliver,
             "window opens": self._open,
+            "sent": self._sent,
+            "received": self._received,
+            "clock": self._clock,
             "machine": self._meet,
             "progress": lambda at_ns, where, fields: self._step(at_ns, where, int(fields[0])),
             "step": lambda at_ns, where, fields: self._step(at_ns, where, int(fields[1])),
@@ -192,8 +209,8 @@ class Timeline(IntervalSink):
             return
         kind, operation, bucket, number, offset, size_bytes = map(int, fields)
         source, target = self._arrive(begin_ns, at_ns, stream, is_data=kind == 0 or size_bytes >= LARGE_BYTES)
-        name = f"bucket {bucket}, round {number}" if kind == 0 else _FRAMES[kind]
-        notes = {"operation": operation, "offset": offset, "bytes": size_bytes}
+        name, notes = _frame((operation, bucket, number, offset, size_bytes))
+        name = name if kind == 0 else _FRAMES[kind]
         self._flows += 1
         flows = (self._flows,)
         self._slice(source, f"→ {target.name}", _TO + 2 * target.rank, (begin_ns, at_ns), name, notes, flows)
@@ -211,6 +228,26 @@ class Timeline(IntervalSink):
         (target.arrivals if is_data else target.signals).append(transfer)
         return source, target
 
+    def _sent(self, at_ns: int, where: str, fields: Sequence[Any]) -> None:
+        """A real machine knows when it has handed a frame over; another one, when it has arrived."""
+        source, (peer, flow, took_ns, *about) = self._machine(where), fields
+        name, notes = _frame(about)
+        target, span_ns = f"→ {source.peer(peer)}", (at_ns - took_ns, at_ns)
+        self._slice(source, target, _TO + 2 * peer, span_ns, name, notes, (flow,))
+        self._count()
+
+    def _received(self, at_ns: int, where: str, fields: Sequence[Any]) -> None:
+        target, (peer, flow, _, *about) = self._machine(where), fields
+        name, notes = _frame(about)
+        lane = self._lane(target, f"← {target.peer(peer)}", _FROM + 2 * peer, (at_ns, at_ns))
+        self._file.instant(lane, at_ns, name, notes, (flow,))
+        self._count()
+
+    def _clock(self, _at_ns: int, where: str, fields: Sequence[Any]) -> None:
+        offset_ns, error_ns, reference = fields
+        notes = {"ahead of ours (ns)": offset_ns, "error at most (ns)": error_ns, "whose": str(reference)}
+        self._note(self._machine(where), "events", _EVENTS, "clock", notes)
+
     def _step(self, at_ns: int, where: str, number: int) -> None:
         machine = self._machine(where)
         if machine.began_ns is not None and machine.began_ns < at_ns:
@@ -221,8 +258,8 @@ class Timeline(IntervalSink):
     def _view(self, at_ns: int, where: str, fields: Sequence[Any]) -> None:
         machine, (_, epoch, _, members) = self._machine(where), fields
         self._end_view(machine, at_ns)
-        names = ", ".join(each.partition("#")[0] for each in str(members).split(","))
-        machine.view = at_ns, f"view {epoch}: {names}"
+        machine.peers = [each.partition("#")[0] for each in str(members).split(",")]
+        machine.view = at_ns, f"view {epoch}: {', '.join(machine.peers)}"
 
     def _end_view(self, machine: _Machine, at_ns: int) -> None:
         if machine.view is not None and machine.view[0] < at_ns:

@@ -36,6 +36,10 @@ class IntervalSink(ABC):
     "end", host, number), with "failed" behind it if an error ended the block. A thread is an asyncio task, by a number;
     (time, "spawn", host, thread, parent) is the start of one."""
 
+    wants_frames = False
+    """Whether real machines are to note the frames that they send and receive: (time, "sent" or "received", host, rank
+    of the peer, number, duration in ns, operation, bucket, round, offset, bytes). A virtual network does so anyway."""
+
     @abstractmethod
     def __call__(self, events: Sequence[Event]) -> None: ...
 
@@ -47,6 +51,8 @@ class Trace:
         self.count = 0
         self.has_intervals = isinstance(sink, IntervalSink)
         """Whether the sink receives intervals."""
+        self.has_frames = isinstance(sink, IntervalSink) and sink.wants_frames
+        """Whether the sink wants notes of frames."""
         self.numbers = count(1)
         """Of the intervals of all hosts."""
         self._sink = sink

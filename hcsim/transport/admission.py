@@ -135,6 +135,7 @@ class AdmittedHost:
         self.trace = host.trace
         self.note = host.note
         self.interval = host.interval
+        self.timeline_clock = host.timeline_clock
         self.metrics = host.metrics
 
     @property

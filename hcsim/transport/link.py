@@ -67,8 +67,8 @@ class Link:
     __slots__ = (
         "_attentive", "_belts", "_early", "_early_bytes", "_error", "_loop", "_our_epoch", "_posted", "_pumps",
         "_sought", "_spare", "_stripes_open", "_turn", "_wanted", "channels", "closed", "leaving", "on_abort",
-        "on_computing", "on_failure", "on_stray", "peer_rank", "received_bytes", "received_frames", "sent_bytes",
-        "sent_frames",
+        "on_clock", "on_computing", "on_failure", "on_stray", "peer_rank", "received_bytes", "received_frames",
+        "sent_bytes", "sent_frames",
     )  # fmt: skip
 
     def __init__(
@@ -77,6 +77,7 @@ class Link:
         self.peer_rank = peer_rank
         self.channels = tuple(channels)
         self.on_abort: Callable[[Header, str], None] | None = None
+        self.on_clock: Callable[[Link, Header], None] | None = None
         self.on_computing: Callable[[Link, Header], None] | None = None
         self.on_failure: Callable[[Link, HcsimError], None] | None = None
         self.on_stray: Callable[[Link, Header], None] | None = None
@@ -363,6 +364,8 @@ class Link:
             self.on_stray(self, header)
         elif header.kind is Kind.COMPUTING and self.on_computing is not None:
             self.on_computing(self, header)
+        elif header.kind is Kind.CLOCK and self.on_clock is not None:
+            self.on_clock(self, header)
         elif header.kind is Kind.ABORT and self.on_abort is not None:
             text = "" if isinstance(payload, Phantom) else plain(bytes(payload).decode(errors="replace"))
             self.on_abort(header, text)

@@ -34,6 +34,8 @@ from hcsim.runtime.clock import Limit, fail_future, within
 from hcsim.runtime.frame import Kind
 from hcsim.runtime.host import Counter, Host, Metrics
 from hcsim.transport.admission_queue import AdmissionQueue, RefusalLog, plain
+from hcsim.transport.clock_questions import ClockQuestions
+from hcsim.transport.frame_notes import LinkNotes, NotedChannel
 from hcsim.transport.groups import (
     HELLO_LIMIT_BYTES,
     HELLO_TIMEOUT_S,
@@ -123,6 +125,7 @@ class Mesh:
         self.us = us
         self.links: dict[int, Link] = {}
         self._traffic = LinkMetrics(host.metrics, us.addresses, self.links)
+        self._clock = ClockQuestions(host, us, self.links)
         self.on_link: Callable[[Link], None] | None = None
         self.on_newer: Callable[[int, int], None] | None = None
         """Called with a rank of a later epoch, and that epoch."""
@@ -155,6 +158,7 @@ class Mesh:
 
     async def open(self) -> None:
         """Listen for the other ranks, if there are any."""
+        self._clock.start()
         if self._reception is not None:
             self._reception.attach(self._called_with)
         elif self.us.world > 1:
@@ -209,6 +213,7 @@ class Mesh:
         culprit = error.peer if kind is Kind.ABORT and isinstance(error, CollectiveError) else None
         self._parting = CloseNotice(kind, text.encode()[:HELLO_LIMIT_BYTES], culprit)
         self._uninformed = {rank: asyncio.get_running_loop().create_future() for rank in late}
+        self._clock.stop()
         for task in self._tasks:
             task.cancel()
         for opening in self._opening.values():
@@ -315,7 +320,11 @@ class Mesh:
 
     def _join(self, rank: int, channels: Sequence[Channel]) -> Link:
         """Make a link of the channels, and start to receive on it."""
+        if self.host.timeline_clock is not None:
+            notes = LinkNotes(self.host, self.us, rank)
+            channels = [NotedChannel(channel, notes) for channel in channels]
         link = self.links[rank] = Link(self.host, rank, self.us.epoch, channels, self._spare)
+        self._clock.joined(link)
         link.attend(self._awaited > 0)
         self._traffic.opened()
         if self.on_link is not None:

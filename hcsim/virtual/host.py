@@ -117,6 +117,7 @@ class VirtualHost:
         self.metrics = HostMetrics()
         self.metrics.collect(self._tell_channels)
         self.interval = Intervals(world.trace, lambda: world.env.now_ns, name)
+        self.timeline_clock: None = None  # all clocks are one, and the network notes the frames
         self.leaving = asyncio.Event()
         """Set when its program is to end in an orderly way."""
         self.alive = True

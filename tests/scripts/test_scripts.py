@@ -739,3 +739,23 @@ def test_a_script_that_starts_ranks_outside_of_the_simulation_is_refused(
     told = run_text(on_switch(TWO), f"import subprocess, torch.multiprocessing\n{start}")
     assert [record.code for record in told.run.ranks] == [1, 1]
     assert all(complaint in record.error for record in told.run.ranks)
+
+
+@pytest.mark.slow
+def test_a_process_outside_of_the_simulation_that_wants_to_be_a_rank_is_refused_at_once(
+    run_well: Runner, tmp_path: Path
+) -> None:
+    text = """
+    def work(told):
+        try:
+            dist.init_process_group("gloo", rank=0, world_size=2)
+        except Exception as error:
+            open(told, "w").write(str(error))
+    if __name__ == "__main__":
+        import multiprocessing
+        process = multiprocessing.get_context("spawn").Process(target=work, args=(sys.argv[1],))
+        process.start()
+        process.join()
+    """
+    run_well(on_switch(["a"]), text, str(tmp_path / "told"))
+    assert "start ranks by torch.multiprocessing.spawn" in (tmp_path / "told").read_text(encoding="utf-8")

@@ -30,6 +30,7 @@ from hcsim.scripts.environment import RankSpec, environment, import_early
 from hcsim.scripts.ipc import ANSWERS, IpcConnection, Left, SharedMemoryAllocator, Stepped
 from hcsim.scripts.rank.counting import WorkCounter
 from hcsim.scripts.rank.imports import after_import, answer_mlx
+from hcsim.scripts.rank.own_processes import guard_processes
 from hcsim.scripts.rank.rendezvous import RemoteStore, install_store
 from hcsim.scripts.rank.simulator import RemoteEngine, SimulatorClient
 from hcsim.scripts.rank.spawn import install_spawn
@@ -49,6 +50,7 @@ def run_script(spec: RankSpec, connection: int, arena: int) -> NoReturn:
     store = RemoteStore(simulator)  # held here: torch's own reference is to its C++ half
     install_store(store)
     install_spawn()
+    guard_processes()
     use_engine(RemoteEngine(simulator))
     register_optimizer_step_post_hook(lambda *_: simulator.tell(Stepped()))
     register_optimizer_step_post_hook(lambda *_: counter.step_ended())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -64,6 +65,7 @@ class PlanOptions(msgspec.Struct, frozen=True, kw_only=True):
     out: Path | None = None
     json: bool = False
     workers: int | None = None
+    dask: str | None = None
 
 
 def plan(options: PlanOptions) -> None:
@@ -83,13 +85,13 @@ def plan(options: PlanOptions) -> None:
     strategies = options.strategies or ((given.strategy,) if given.strategy != usual.strategy else ())
     compressors = options.compressors or ((given.compressor,) if given.compressor != usual.compressor else ())
     wishes = Wishes(strategies, compressors, options.by_samples, options.ignore_memory, buys)
-    simulator = Simulator(options.workers or os.cpu_count() or 1)
+    simulator = Simulator(options.workers or os.cpu_count() or 1, options.dask)
     with simulator.open(), _progress(simulator):
         found = make_plan(home, model, wishes, simulator)
     if options.out is not None:
         _write(options.out, job_text(found, _why(found)))
     if options.json:
-        screen.say(msgspec.json.format(msgspec.json.encode(as_json(found)), indent=2).decode())
+        sys.stdout.write(msgspec.json.format(msgspec.json.encode(as_json(found)), indent=2).decode() + "\n")
     else:
         show(found)
     if options.out is not None:

@@ -24,7 +24,7 @@ from hcsim.errors import ConfigError
 from hcsim.plan.bounds import Bounds
 from hcsim.plan.candidates import Candidate, Model, candidates, homes_of
 from hcsim.plan.methods import KNOWN, LearningCost, Method, learning_cost
-from hcsim.plan.simulation import Simulated, Simulation, Simulator
+from hcsim.plan.simulation import WIDTH, Simulated, Simulation, Simulator
 from hcsim.training.fitting import Fit, Room, alternatives, fits_of, smallest_mac_gib
 from hcsim.training.strategies import check_training
 
@@ -147,14 +147,14 @@ class Search:
         while waiting:
             known = [each.quality_s for each in self._ranked.values() if self._may_be_chosen(each)]
             limit_s = _FAR * min(known, default=float("inf"))
-            self._simulate([each for bound_s, each in waiting[: self._simulator.width] if bound_s <= limit_s])
-            waiting = waiting[self._simulator.width :]
+            self._simulate([each for bound_s, each in waiting[: WIDTH] if bound_s <= limit_s])
+            waiting = waiting[WIDTH :]
 
     def _branch_and_bound(self) -> None:
         waiting = self._waiting()
         while len(self._ranked) < MOST_SIMULATED:
             limit_s = self._best().quality_s
-            todo = [each for bound_s, each in islice(waiting, self._simulator.width) if MARGIN * bound_s <= limit_s]
+            todo = [each for bound_s, each in islice(waiting, WIDTH) if MARGIN * bound_s <= limit_s]
             if not todo:
                 return
             self._simulate(todo)

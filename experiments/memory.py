@@ -3,10 +3,11 @@
     python -m experiments.memory
     python -m experiments.memory --device cuda --only "gpt2:tokens=512 resnet50 vit-b16"
 
-Two ranks train torch modules of the same shapes as a task's, with data parallelism or as two stages of a pipeline, each
-in a process of its own. The last rank, which evaluates nothing, says what it has used at most from the moment before it
-builds the model on: on a processor its resident memory (Linux tells the peak), on CUDA what torch has allocated there.
-The prediction is `hcsim.training.memory`'s, from shapes alone. No time is measured, so that the machine may have other
+Two ranks train torch modules of the same shapes as a task's, with data parallelism, with zero3, or as two stages of a
+pipeline, each in a process of its own. The last rank, which evaluates nothing, says what it has used at most from the
+moment before it builds the model on: on a processor its resident memory (Linux tells the peak), on CUDA what torch has
+allocated there. The prediction is `hcsim.training.memory`'s, from shapes alone; which blocks a stage has, and the kind
+of the GPU, are those of the measurement. No time is measured, so that the machine may have other
 things to do.
 """
 
@@ -36,12 +37,12 @@ from hcsim import real_group, train
 from hcsim.collectives.select import Options
 from hcsim.config import Training
 from hcsim.config.training import read_spec
-from hcsim.training.memory import FRAMEWORK_BYTES, Held, MemoryNeed, Place, memory_need
+from hcsim.training.memory import FRAMEWORK_BYTES, Held, MemoryNeed, Place, cublas_bytes, device_bytes, memory_need
 from hcsim.training.pipeline.strategy import Pipeline
 from hcsim.training.precision import prepared
 from hcsim.training.run import Point, Run
-from hcsim.training.strategies import strategy
-from hcsim.training.task import Defaults, Tie
+from hcsim.training.strategies import held_by, strategy
+from hcsim.training.task import Defaults, Task, Tie
 from hcsim.training.tasks import TASKS, task
 from hcsim.training.tasks.torch_stage import TorchStage
 from hcsim.training.tasks.torch_task import Dataset, NetworkSpec, TorchTask
@@ -209,16 +210,16 @@ class Cell(msgspec.Struct, frozen=True):
     spec: str
     batch: int
     device: str
-    optimizer: str
-    recompute: bool
-    ports: tuple[int, ...]
+    optimizer: str = "sgd"
+    recompute: bool = False
     strategy: str = "ddp"
+    ports: tuple[int, ...] = ()
 
     @property
     def settings(self) -> Training:
         return Training(
             task=self.spec, strategy=self.strategy, steps=STEPS,
-             batch=self.batch, optimizer=self.optimizer, recompute=self.recompute,  # type: ignore[arg-type]
+            batch=self.batch, optimizer=self.optimizer, recompute=self.recompute,  # type: ignore[arg-type]
             lr=1e-4, momentum=0.9 if self.optimizer == "sgd" else None, timeout_s=PositiveSeconds(300),
         )  # fmt: skip
 
@@ -229,6 +230,8 @@ class Measured(msgspec.Struct, frozen=True):
     peak_bytes: int
     first: int
     end: int
+    capability: tuple[int, int] = (0, 0)
+    """Of a CUDA device."""
 
 
 class _Blocks:
@@ -256,7 +259,7 @@ async def as_rank(cell: Cell, rank: int) -> Measured:
         if cell.device == "cuda":
             torch.cuda.reset_peak_memory_stats()
             await train(group, cell.settings, 1, blocks, what)
-            return Measured(torch.cuda.max_memory_allocated(), *blocks.span)
+            return Measured(torch.cuda.max_memory_allocated(), *blocks.span, torch.cuda.get_device_capability())
         reset_peak()
         before = peak_bytes() or 0
         await train(group, cell.settings, 1, blocks, what)
@@ -281,18 +284,36 @@ def measured(cell: Cell) -> Measured:
     return msgspec.json.decode(said[-1], type=Measured)
 
 
-def predicted(cell: Cell, found: Measured) -> MemoryNeed:
-    """Return what the last rank needs to compute these blocks."""
-    settings, held = cell.settings, Held()
-    own, chosen = prepared(task(cell.spec), settings), strategy(cell.strategy)
+def predicted(cell: Cell, found: Measured) -> tuple[int, MemoryNeed]:
+    """Return what the last rank uses of the memory that is measured, and all that it needs."""
+    settings = cell.settings
+    own = prepared(task(cell.spec), settings)
+    held = _held(cell, own, found)
+    need = memory_need(own, settings, held, Place(RANKS, cell.batch, mirrored=cell.device != "cpu"))
+    if cell.device == "cpu":
+        return need.total - FRAMEWORK_BYTES, need
+    return device_bytes(own, held, cell.batch) + cublas_bytes(found.capability), need
+
+
+def _held(cell: Cell, own: Task, found: Measured) -> Held:
+    chosen, last = strategy(cell.strategy), RANKS - 1
     if isinstance(chosen, Pipeline):
-        held = chosen.held_at(settings, own, RANKS, (RANKS - 1, found.first, found.end))
-    return memory_need(own, settings, held, Place(RANKS, cell.batch, mirrored=cell.device != "cpu"))
+        return chosen.held_at(cell.settings, own, RANKS, (last, found.first, found.end))
+    return held_by(chosen, last, RANKS)
 
 
-def on_device(need: MemoryNeed) -> int:
-    """Return what of it is in the memory of a GPU: one of both copies of weights and gradients, and activations."""
-    return need.weights // 2 + need.gradients // 2 + need.activations
+CELLS: dict[str, tuple[dict[str, object], ...]] = {
+    "ddp": ({}, {"optimizer": "adamw"}, {"recompute": True}),
+    "zero3": ({"optimizer": "adamw"}, {"optimizer": "adamw", "recompute": True}),
+    "pipeline": tuple({"strategy": f"pipeline:{schedule},microbatches=4"} for schedule in ("1f1b", "gpipe")),
+}
+"""What is measured of each strategy."""
+
+
+def _cells(usual: Cell, strategies: Sequence[str]) -> list[Cell]:
+    if unknown := [name for name in strategies if name not in CELLS]:
+        raise typer.BadParameter(f"{unknown[0]}: known: {', '.join(CELLS)}", param_hint="--strategies")
+    return [replace(usual, **{"strategy": name, **fields}) for name in strategies for fields in CELLS[name]]
 
 
 def free_ports() -> tuple[int, ...]:
@@ -306,7 +327,7 @@ def main(
     device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
     only: Annotated[str, typer.Option(help="Tasks by shape, joined by spaces.")] = " ".join(USUAL),
     batch: Annotated[int, typer.Option(help="Samples of each rank.", min=1)] = 8,
-    strategies: Annotated[str, typer.Option(help="Joined by spaces.")] = "ddp pipeline",
+    strategies: Annotated[str, typer.Option(help="Joined by spaces.")] = "ddp zero3 pipeline",
     json: Annotated[str | None, typer.Option(help="A file for the figures.")] = None,
 ) -> None:
     """Compare predicted with measured memory."""
@@ -317,16 +338,14 @@ def main(
         table.add_column(heading, justify="left" if heading in names else "right")
     rows = []
     for spec in only.split():
-        usual = Cell(spec, batch, device, "sgd", False, ())
-        staged = [replace(usual, strategy=f"pipeline:{schedule},microbatches=4") for schedule in ("1f1b", "gpipe")]
-        whole = [usual, replace(usual, optimizer="adamw"), replace(usual, recompute=True)]
-        for cell in (each for each in (*whole, *staged) if each.strategy.partition(":")[0] in strategies.split()):
-            measurement = measured(replace(cell, ports=free_ports()))
-            need, found = predicted(cell, measurement), measurement.peak_bytes
-            expected = on_device(need) if device == "cuda" else need.total - FRAMEWORK_BYTES
-            error = expected / found - 1
-            rows.append({**msgspec.to_builtins(cell), "predicted": expected, "measured": found, "parts": need.parts})
-            sizes = (f"{each / (1 << 20):.1f} MiB" for each in (expected, found))
+        for cell in _cells(Cell(spec, batch, device), strategies.split()):
+            found = measured(replace(cell, ports=free_ports()))
+            expected, need = predicted(cell, found)
+            error = expected / found.peak_bytes - 1
+            rows.append(
+                {**msgspec.to_builtins(cell), "predicted": expected, "measured": found.peak_bytes, "parts": need.parts}
+            )
+            sizes = (f"{each / (1 << 20):.1f} MiB" for each in (expected, found.peak_bytes))
             what = cell.strategy, cell.optimizer, str(cell.recompute).lower()
             table.add_row(spec, *what, *sizes, f"{100 * error:+.1f} %")
             print(spec, *what, f"{100 * error:+.1f} %", file=sys.stderr, flush=True)

@@ -368,10 +368,12 @@ class Group:
         into: Data | None = None,
         algorithm: str = "auto",
         bucket: int = 0,
+        spends: bool = False,
     ) -> Handle[Data]:
         """Combine the data of all ranks; each rank gets one part of the result (nearly equal parts, or `counts`).
 
-        The data are unchanged, except where they share memory with `into`, which receives the result."""
+        The data are unchanged, except where they share memory with `into`, which receives the result; with `spends`
+        they may hold anything afterwards, which spares a copy."""
         length = length_of(data)
         cuts = split(length, self.size) if counts is None else offsets(self._sizes("counts", counts))
         shape = self._scheduler.shape(counts=tuple(hi - lo for lo, hi in itertools.pairwise(cuts)))
@@ -379,7 +381,11 @@ class Group:
             raise UsageError(f"counts {list(shape.counts)} do not divide {length} elements among {self.size} ranks")
         target = None if into is None else output_for(shape.counts[self.rank], data, into)
         algorithm = self._scheduler.algorithm("reduce_scatter", shape, data.itemsize, algorithm)
-        buffer, part = reduce_scatter_buffer(data, target, op, algorithm, self.rank, shape)
+        if spends:
+            buffer = reduction_buffer([writable(data)], op, self.size)
+            part = part_of(data, cuts[self.rank], cuts[self.rank + 1])
+        else:
+            buffer, part = reduce_scatter_buffer(data, target, op, algorithm, self.rank, shape)
 
         def result() -> Data:
             if target is None:

@@ -16,8 +16,9 @@ from hcsim.config.training import Training
 from hcsim.errors import ConfigError
 from hcsim.runtime.work_time import seconds
 from hcsim.training.balance import UNKNOWN, StepCost, assumed, fastest, predicted, shares
+from hcsim.training.blockwise import Divisible
 from hcsim.training.learner import step_work
-from hcsim.training.memory import MemoryNeed, Place, memory_need
+from hcsim.training.memory import Held, MemoryNeed, Place, memory_need
 from hcsim.training.pipeline.strategy import Pipeline, RankMachine
 from hcsim.training.precision import prepared
 from hcsim.training.strategies import SingleMachine, completed, held_by, strategy
@@ -88,7 +89,7 @@ def fits_of(
     if isinstance(chosen, Pipeline):
         helds = chosen.held_by_all(settings, own, [_machine(room) for room in rooms], elastic=saves)
     else:
-        helds = [held_by(chosen, (rank - computing) % ranks, ranks) for rank in range(ranks)]
+        helds = [_as_computed(own, held_by(chosen, (rank - computing) % ranks, ranks)) for rank in range(ranks)]
     for rank, (room, held) in enumerate(zip(rooms, helds, strict=True)):
         samples = {"own": batches[rank], "all": sum(batches), "nothing": 0}[held.computes]
         place = Place(ranks, samples, saves and not rank, mirrored)
@@ -96,6 +97,13 @@ def fits_of(
             known[held, place] = memory_need(own, settings, held, place)
         found.append(Fit(room, known[held, place]))
     return found
+
+
+def _as_computed(what: Task, held: Held) -> Held:
+    """Return what is held of this task: if it is not divisible, its replicas are whole all the time."""
+    if not held.passing or isinstance(what, Divisible):
+        return held
+    return replace(held, weights=1.0 + held.weights, gradients=1.0, passing=0)
 
 
 def _machine(room: Room) -> RankMachine:
@@ -147,15 +155,17 @@ def _changes(settings: Training, what: Task) -> Iterator[tuple[str, Training]]:
     staged = [_Change("--strategy pipeline", {"strategy": "pipeline"})] * ("pipeline" not in settings.strategy)
     plain = [_Change("--set optimizer=sgd", {"optimizer": "sgd"})] * (settings.optimizer != "sgd")
     whole = [_Change("--strategy ddp", {"strategy": "ddp"})] * (settings.strategy not in ("ddp", "hierarchical"))
+    sharded = [_Change("--strategy zero3", {"strategy": "zero3"})]
+    sharded *= settings.strategy == "ddp" and settings.compressor == "none" and settings.algorithm == "auto"
     thin = []
     if "lora" in figures_of(settings.task) and "lora=" not in settings.task:
         adapted = f"{settings.task}{',' if ':' in settings.task else ':'}lora=16"
         thin = [_Change(f"--task {adapted}", {"task": adapted})]
     least = smaller[-1:]
-    together = ([*again, *narrow], [*least, *again], [*least, *again, *narrow], [*thin, *again],
-                [*thin, *again, *narrow], [*thin, *least, *again, *narrow], [*staged, *again],
-                [*staged, *again, *narrow])  # fmt: skip
-    each = [[change] for change in (*smaller, *again, *narrow, *whole, *plain, *thin, *staged)]
+    together = ([*again, *narrow], [*sharded, *again], [*sharded, *again, *narrow],
+                [*staged, *again], [*staged, *again, *narrow], [*least, *again], [*least, *again, *narrow],
+                [*thin, *again], [*thin, *again, *narrow], [*thin, *least, *again, *narrow])  # fmt: skip
+    each = [[change] for change in (*smaller, *again, *narrow, *whole, *plain, *sharded, *staged, *thin)]
     for changes in (*each, *(several for several in together if len(several) > 1)):
         fields = {name: value for change in changes for name, value in change.fields.items()}
         yield " ".join(change.words for change in changes), replace(settings, **fields)

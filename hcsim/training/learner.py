@@ -16,7 +16,7 @@ from hcsim.runtime.channel import Phantom
 from hcsim.runtime.host import Host, TaskPart, Work
 from hcsim.training.device_pace import DevicePace
 from hcsim.training.optimizer import Optimizer, clip, update_work
-from hcsim.training.task import Flat, Indices, Task, backward_work, forward_work
+from hcsim.training.task import Flat, Indices, Replica, Task, backward_work, forward_work
 
 T = TypeVar("T")
 StateArray: TypeAlias = "npt.NDArray[np.generic] | Phantom"
@@ -51,11 +51,15 @@ def part_of(task: Task, part: str, block: int | None = None) -> str:
 class Learner:
     """Computes gradients and applies updates on this rank's device."""
 
-    def __init__(self, host: Host, task: Task, optimizer: Optimizer, seed: int) -> None:
+    def __init__(
+        self, host: Host, task: Task, optimizer: Optimizer, seed: int, make: Callable[..., Replica] | None = None
+    ) -> None:
+        """`make` is called with the task, the seed and the device in place of the task's own `replica`."""
         self.host = host
         self.task = task
         self.ledger = TimeAccounting(host)
-        self.replica = task.replica(seed, host.device.torch_name)
+        device = host.device.torch_name
+        self.replica: Replica = task.replica(seed, device) if make is None else make(task, seed, device)
         self.layout = self.replica.layout
         self.stepper = optimizer.open(self.replica.parameters)
         update = part_of(task, f"update by {type(optimizer).__name__}")

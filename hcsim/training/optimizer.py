@@ -177,21 +177,23 @@ def clip(gradients: Flat, max_norm: float) -> float:
     if isinstance(gradients, Phantom):
         return float("nan")
     norm = sqrt(sum_of_squares(gradients))
-    shrink(gradients, norm, max_norm)
+    if (scale := clip_scale(norm, max_norm)) is not None:
+        gradients *= scale
     return norm
 
 
 def sum_of_squares(gradients: Array) -> float:
-    # Partial sums in a fixed order and in double precision: every rank gets the same bits.
+    """Return the sum of the squares. Partial sums are in a fixed order and in double precision: every rank gets the
+    same bits."""
     chunks = (gradients[at : at + CHUNK].astype(np.float64) for at in range(0, len(gradients), CHUNK))
     return sum(float(np.sum(chunk * chunk)) for chunk in chunks)
 
 
-def shrink(gradients: Array, norm: float, max_norm: float) -> None:
-    """Scale gradients, or a part of them, whose norm is `norm` together."""
-    # The addend is torch's, against a division by zero.
-    if (scale := max_norm / (norm + 1e-6)) < 1:
-        gradients *= np.float32(scale)
+def clip_scale(norm: float, max_norm: float) -> np.float32 | None:
+    """Return by what gradients are multiplied whose norm is `norm`, or parts of them; None if they are left as they
+    are."""
+    scale = max_norm / (norm + 1e-6)  # the addend is torch's, against a division by zero
+    return np.float32(scale) if scale < 1 else None
 
 
 def scaled_lr(base: float, world: int, step: int, warmup_steps: int = 0) -> float:

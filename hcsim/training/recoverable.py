@@ -271,7 +271,7 @@ class Periodic(Recoverable):
         await run.group.host.device.touch(3 * parameters.nbytes)
         with run.learner.ledger.spent_on("exchange"):
             totals = [asyncio.ensure_future(aggregator.total(way, bucket, weight, step)) for bucket in run.buckets]
-            await _all_of(totals, run, step)
+            await all_of(totals, run, step)
         await run.settle(step, partial(self._move, run, way, step + 1), self._loss)
 
     async def _move(self, run: Run, way: Array | Phantom, step: int) -> None:
@@ -306,7 +306,7 @@ class StepExchange:
 
     async def done(self) -> None:
         """Return when all gradients are averages."""
-        await _all_of(self._pending, self._run, self._step)
+        await all_of(self._pending, self._run, self._step)
 
 
 def _stops_with(group: Group) -> Callable[[int], Awaitable[None]]:
@@ -319,7 +319,7 @@ def _stops_with(group: Group) -> Callable[[int], Awaitable[None]]:
     return check
 
 
-async def _all_of(totals: Sequence[asyncio.Future[None]], run: Run, step: int) -> None:
+async def all_of(totals: Sequence[asyncio.Future[None]], run: Run, step: int) -> None:
     """Wait for the step's exchanges: all succeed, or the step fails."""
     try:
         await asyncio.gather(*totals)

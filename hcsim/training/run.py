@@ -159,7 +159,8 @@ class Update(msgspec.Struct, frozen=True):
 
 
 class Whole(msgspec.Struct):
-    """A model that no rank holds: what was last put together of its parts."""
+    """A model of which ranks hold, or have updated, only parts: what was put together of them after the last step. None
+    of both: nothing was."""
 
     parameters: Flat | None = None
     """On the rank that evaluates."""
@@ -211,10 +212,13 @@ class Run:
         """The step at which they last compared these costs."""
         self.pending: Update | None = None
         """An update that was exchanged, and may already count on other ranks."""
+        self.assemble: Callable[[bool], Awaitable[None]] | None = None
+        """Called after every update where each rank updates a part of the parameters, with whether they are evaluated
+        next: it puts the whole model together."""
         self.other_sent_bytes = 0
         """Bytes that a strategy sends over channels outside the group, headers included."""
         self.whole: Whole | None = None
-        """The model, where ranks hold parts of it."""
+        """The model, where ranks hold parts of it; None where this rank's replica is the whole model."""
         self._start_s = group.host.clock.elapsed()
         self._sent_before = group.wire_bytes
         self._evaluating_s = 0.0
@@ -264,6 +268,8 @@ class Run:
         await update.apply()
         self.pending = None
         self.step = update.step + 1
+        if self.assemble is not None:
+            await self.assemble(self.is_due(self.step))
         await self.note(self.step, update.loss)
 
     def drop(self) -> None:
@@ -321,6 +327,11 @@ class Run:
         return self.learner.replica.parameters if self.whole is None else self.whole.parameters
 
     @property
+    def sha256(self) -> str | None:
+        """The digest of the whole model's parameters; None for phantoms, and until a model in parts is put together."""
+        return digest(self.learner.replica.parameters) if self.whole is None else self.whole.sha256
+
+    @property
     def elapsed_s(self) -> float:
         """Since the start, without evaluations."""
         return self.group.host.clock.elapsed() - self._start_s - self._evaluating_s
@@ -339,7 +350,7 @@ class Run:
             self.sent_bytes,
             dict(self.learner.ledger.seconds),
             tuple(self.points),
-            digest(self.learner.replica.parameters) if self.whole is None else self.whole.sha256,
+            self.sha256,
             None if self.balance is None else self._share,
         )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Protocol, TypeAlias, cast
+from typing import Annotated, ClassVar, Protocol, TypeAlias, cast
 
 from msgspec import Meta, Struct
 from msgspec.structs import replace
@@ -13,6 +13,7 @@ from hcsim.config.training import Training, read_spec
 from hcsim.errors import ConfigError
 from hcsim.registry import Registry
 from hcsim.training.aggregation import Aggregator, Hierarchical, OneLevel
+from hcsim.training.blockwise import BlockwiseReplica, blockwise_replica
 from hcsim.training.learner import Learner
 from hcsim.training.memory import Held
 from hcsim.training.optimizer import AdamW, Optimizer, Sgd
@@ -23,6 +24,7 @@ from hcsim.training.pipeline.strategy import Pipeline
 from hcsim.training.precision import prepared
 from hcsim.training.recoverable import HierarchicalReplicated, OneComputes, Pace, Periodic, Recoverable, Replicated
 from hcsim.training.run import Run
+from hcsim.training.sharded import Sharded, Stage
 from hcsim.training.task import Task
 from hcsim.training.tasks import task
 from hcsim.units import did_you_mean
@@ -104,6 +106,67 @@ class DiLoCo(Struct, frozen=True):
         return Periodic(learner, one_level, self.every, optimizer(settings), outer, self.pace)
 
 
+class ZeroStage(Struct, frozen=True):
+    """What the sharded strategies have in common."""
+
+    stage: ClassVar[Stage]
+    shards: Every | None = None
+    """Ranks that share a model out; as many others train beside them. None: all ranks."""
+    copies: Annotated[int, Meta(ge=1, le=8)] = 1
+    """Ranks that hold each shard."""
+
+    def held(self, rank: int, ranks: int) -> Held:
+        """Return the shares of a rank; gradients and parameters are there whole for one bucket or a few blocks."""
+        shards = self.shards or ranks
+        kept = min(self.copies, shards) / shards
+        if self.stage == 1:
+            return Held(optimizer=kept)
+        weights = kept if self.stage == 3 else 1.0
+        return Held(weights=weights, gradients=kept, optimizer=kept, passing=self.stage)
+
+    def open(self, settings: Training, learner: Learner) -> Recoverable:
+        return Sharded(learner, settings, optimizer(settings), self.stage, self.shards, self.copies)
+
+    def check(self, settings: Training) -> None:
+        """Reject settings that cannot be sharded."""
+        name = settings.strategy.partition(":")[0]
+        if settings.compressor != "none":
+            raise ConfigError(
+                f'compressor = "{settings.compressor}": {name} sends each sum of gradients to its owner alone, and '
+                "parameters, in which an error would stay; ddp compresses"
+            )
+        names = ("auto", *(each for each in algorithms("all_gather") if each in algorithms("reduce_scatter")))
+        if settings.algorithm not in names:
+            raise ConfigError(
+                f'algorithm = "{settings.algorithm}": {name} reduce-scatters and gathers; known: {", ".join(names)}'
+            )
+
+
+class Zero1(ZeroStage, frozen=True):
+    """The optimizer's state is shared out among the ranks."""
+
+    stage: ClassVar[Stage] = 1
+
+
+class _Blockwise(ZeroStage, frozen=True):
+    """A stage whose model is computed block by block."""
+
+    def replica(self, what: Task, seed: int, device: str) -> BlockwiseReplica:
+        return blockwise_replica(what, seed, device, whole=self.stage < 3)
+
+
+class Zero2(_Blockwise, frozen=True):
+    """As zero1, and gradients are shared out too."""
+
+    stage: ClassVar[Stage] = 2
+
+
+class Zero3(_Blockwise, frozen=True):
+    """As zero2, and parameters are shared out too: each block is gathered when it is computed."""
+
+    stage: ClassVar[Stage] = 3
+
+
 class ParameterServer(ServerPolicy, frozen=True, kw_only=True):
     """A server on the first rank's machine keeps the model; workers pull it and push gradients."""
 
@@ -131,6 +194,9 @@ STRATEGIES: Registry[type[Struct]] = Registry(
         "diloco": DiLoCo,
         "parameter_server": ParameterServer,
         "pipeline": Pipeline,
+        "zero1": Zero1,
+        "zero2": Zero2,
+        "zero3": Zero3,
     },
 )
 """Each is a `Strategy` or a `FixedRanks`; a cluster has its own implementation of the parameter server."""
@@ -165,6 +231,10 @@ def check_elastic(settings: Training) -> None:
     chosen = strategy(settings.strategy)
     if not (hasattr(chosen, "open") or isinstance(chosen, ParameterServer | Pipeline)):
         raise ConfigError(_FIXED_RANKS.format(settings.strategy))
+    if isinstance(chosen, ZeroStage) and chosen.shards:
+        name = settings.strategy.partition(":")[0]
+        raise ConfigError(f"shards={chosen.shards}: in a cluster all members share the model out; {name}:copies=2 "
+                          "keeps each shard twice")  # fmt: skip
 
 
 def check_training(settings: Training, ranks: int, homes: int) -> None:
@@ -174,6 +244,8 @@ def check_training(settings: Training, ranks: int, homes: int) -> None:
         raise ConfigError("hierarchical goes over several homes, and here is only one")
     if isinstance(chosen, SingleMachine | ParameterServer) and settings.algorithm != "auto":
         raise ConfigError(f'algorithm = "{settings.algorithm}": {settings.strategy} does without all-reduces')
+    if isinstance(chosen, ZeroStage) and chosen.shards and ranks % chosen.shards:
+        raise ConfigError(f"shards={chosen.shards}: {ranks} ranks cannot be cut into groups of {chosen.shards}")
     make(settings.compressor, seed=0, rank=0)
     names = ("auto", *algorithms("all_reduce"))
     if settings.algorithm not in names:
@@ -187,7 +259,10 @@ def completed(settings: Training, what: Task, ranks: int) -> Training:
     usual = what.defaults
     if settings.optimizer == "adamw" and settings.momentum is not None:
         raise ConfigError(f"momentum = {settings.momentum}: adamw has its own two, which are fixed")
-    check_place(settings, has_server=isinstance(strategy(settings.strategy), ParameterServer))
+    chosen = strategy(settings.strategy)
+    if isinstance(chosen, ZeroStage):
+        chosen.check(settings)
+    check_place(settings, has_server=isinstance(chosen, ParameterServer))
     if isinstance(settings.batch, tuple) and len(settings.batch) != ranks:
         raise ConfigError(f"batch = {list(settings.batch)}: {len(settings.batch)} batch sizes for {ranks} ranks")
     if isinstance(chosen := strategy(settings.strategy), Pipeline):

@@ -250,15 +250,16 @@ def recomputed(blocks: Sequence[Block]) -> tuple[Block, ...]:
 
 
 def forward_work(task: Task, samples: int) -> Work:
-    return joined_work([_forward(block, samples) for block in task.blocks])
+    return joined_work([block_forward_work(block, samples) for block in task.blocks])
 
 
 def block_works(block: Block, samples: int) -> tuple[Work, Work]:
     """Return the work of a forward and of a backward pass through a block."""
-    return _forward(block, samples), backward_work(block, samples)
+    return block_forward_work(block, samples), backward_work(block, samples)
 
 
-def _forward(block: Block, samples: int) -> Work:
+def block_forward_work(block: Block, samples: int) -> Work:
+    """Return the work of the forward pass through one block."""
     weights_bytes = block.element_bytes * (block.length + block.frozen_length)
     moved_bytes = weights_bytes + samples * block.moved_bytes
     return Work(samples * block.flops, moved_bytes, block.kernels, _kernels(block, samples)[0], estimated=True)
@@ -275,7 +276,7 @@ def backward_work(block: Block, samples: int) -> Work:
     weights_bytes = block.element_bytes * (2 * block.length + block.frozen_length)
     moved_bytes = weights_bytes + 2 * (samples * block.moved_bytes)
     work = Work(flops, moved_bytes, 2 * block.kernels, _kernels(block, samples)[1], estimated=True)
-    return joined_work([_forward(block, samples), work]) if block.recompute else work
+    return joined_work([block_forward_work(block, samples), work]) if block.recompute else work
 
 
 def joined_work(works: Sequence[Work]) -> Work:

@@ -57,7 +57,8 @@ class Trainer:
 
     @cached_property
     def learner(self) -> Learner:
-        return Learner(self.host, self.part or self.task, optimizer(self.settings), self.seed)
+        make = getattr(strategy(self.settings.strategy), "replica", None)
+        return Learner(self.host, self.part or self.task, optimizer(self.settings), self.seed, make)
 
     def balance(self, method: object, ranks: int) -> Balance | None:
         """Return what finds the ranks' shares, if the settings or the strategy leave them to their speeds."""

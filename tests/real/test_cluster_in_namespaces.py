@@ -34,9 +34,9 @@ def by_rank(processes: list[Process]) -> list[Process]:
     return sorted(processes, key=lambda process: order.index(process.machine.name))
 
 
-def begin(cluster: Together, *names: str, steps: int = STEPS) -> list[Process]:
+def begin(cluster: Together, *names: str, steps: int = STEPS, strategy: str = "ddp") -> list[Process]:
     """Train over slow cables, so that there is time for something to happen; returns at the fifth step."""
-    cluster.write(len(names), steps)
+    cluster.write(len(names), steps, strategy=strategy)
     processes = cluster.start(*names)
     processes[0].says("training begins")
     cluster.lan.slow(SLOW_KBIT)
@@ -73,6 +73,18 @@ def test_the_leader_is_killed_in_the_middle_of_a_reduction(abc: Together) -> Non
     history = finish(abc, second, third)
     assert [names for _, names in history[1:]] == [[second.machine.name, third.machine.name]]
     assert 0 < history[1][0] < STEPS
+
+
+def test_a_process_that_holds_shards_is_killed_and_another_one_leaves_with_its_own(abc: Together) -> None:
+    first, second, third = begin(abc, *ABC, strategy="zero3:copies=2")
+    second.kill()
+    first.says("training goes on")
+    seen = len(first.lines)
+    third.send(signal.SIGINT)
+    assert third.ends() == 0, third.text
+    first.says("training goes on", seen)
+    history = finish(abc, first)
+    assert [names for _, names in history[1:]] == [[first.machine.name, third.machine.name], [first.machine.name]]
 
 
 def test_who_is_interrupted_leaves_after_its_step_and_the_others_go_on(abc: Together) -> None:

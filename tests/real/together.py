@@ -38,9 +38,10 @@ class Together:
         self.lan = machines
         self._job = folder / "job.toml"
 
-    def write(self, nodes: int, steps: int, *more: str) -> Path:
+    def write(self, nodes: int, steps: int, *more: str, strategy: str = "ddp") -> Path:
         """The job: with how many it begins, and how long it is."""
-        text = JOB.replace("[training]", "\n".join([f"nodes = {nodes}", *more, "[training]", f"steps = {steps}"]))
+        training = ["[training]", f"steps = {steps}", f'strategy = "{strategy}"']
+        text = JOB.replace("[training]", "\n".join([f"nodes = {nodes}", *more, *training]))
         self._job.write_text(text)
         return self._job
 

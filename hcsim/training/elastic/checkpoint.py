@@ -95,7 +95,7 @@ class CheckpointWriter:
         origin: CheckpointOrigin | None = None,
     ) -> None:
         """Save every `every` steps, and keep the last few. `tell` is called with messages for the user."""
-        self._every = every
+        self.every = every
         self._vaults = tuple(vaults)
         self._tell = tell
         self._keep = min(keep, len(self._vaults))
@@ -106,7 +106,7 @@ class CheckpointWriter:
 
     def after(self, step: int) -> int:
         """Return the next step to save after."""
-        return step - step % self._every + self._every
+        return step - step % self.every + self.every
 
     def load(self) -> StateArrays | None:
         """Return the newest saved state, if there is one; reject other data, and states of another task.

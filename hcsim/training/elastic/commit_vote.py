@@ -158,8 +158,9 @@ class CommitVote(Commit):
         """Find the first tensor that differs, and end training."""
         parameters = self._us.method.synchronised
         assert not isinstance(parameters, Phantom)  # they have all the same fingerprint
-        tensors = self._us.learner.layout.tensors
-        ours = np.array([fingerprint(tensor.view(parameters)) for tensor in tensors])
+        # Where members hold parts alone, these are compared when a view begins.
+        tensors = self._us.learner.layout.tensors if parameters.size else ()
+        ours = np.array([fingerprint(tensor.view(parameters)) for tensor in tensors], np.int64)
         theirs = await gather_echoed(self._group, ours)
         for number, tensor in enumerate(tensors):
             prints = [int(each[number]) for each in theirs]

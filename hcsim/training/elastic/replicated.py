@@ -164,7 +164,14 @@ class ReplicatedMember(ElasticMember):
         right = most_right(headers, lineage_digest(view))
         await same_intent(group, self._intent, [header.intent for header in headers], right, view)
         await self._resolve(headers[right])
+        progress = await self._level(group, view, headers, right)
+        before = self.provenance.trained.epoch
+        await self._compare_speeds(group)
+        self._regroup(group, view, progress)
+        self.host.trace("synchronised", view.epoch, self.run.step, before)
 
+    async def _level(self, group: Group, view: View, headers: list[MemberProgress], right: int) -> list[LocalProgress]:
+        """Bring all members to the same state; return the progress of each."""
         told = await self._told(group)
         # Among members of the newest trained view, prefer one with compressor state: with hierarchical training only
         # the representatives of the homes have any.
@@ -188,10 +195,7 @@ class ReplicatedMember(ElasticMember):
 
         told = await self._told(group)
         check_arrived(told, routes)
-        before = self.provenance.trained.epoch
-        await self._compare_speeds(group)
-        self._regroup(group, view, [LocalProgress(each.samples, each.gone) for each in told])
-        self.host.trace("synchronised", view.epoch, self.run.step, before)
+        return [LocalProgress(each.samples, each.gone) for each in told]
 
     def _header(self) -> MemberProgress:
         run = self.run

@@ -30,16 +30,23 @@ from hcsim.runtime.host import Host
 from hcsim.training.elastic.member import ElasticMember, TrainingExtras
 from hcsim.training.elastic.parameter_server import ServedMember
 from hcsim.training.elastic.replicated import ReplicatedMember
+from hcsim.training.elastic.sharded import ShardedMember
 from hcsim.training.elastic.staged import StagedMember
 from hcsim.training.elastic.synchronise import survey
-from hcsim.training.learner import digest
 from hcsim.training.pipeline.strategy import Pipeline
 from hcsim.training.run import Report
-from hcsim.training.strategies import ParameterServer, strategy
+from hcsim.training.strategies import ParameterServer, ZeroStage, strategy
 from hcsim.transport.groups import GroupListener, GroupMembership, Wire, check_all
 
 _NO_PARAMETERS = "shapes"
 """The outcome of a training of shapes alone."""
+
+_MEMBERS: dict[type, type[ElasticMember]] = {
+    ParameterServer: ServedMember,
+    Pipeline: StagedMember,
+    ZeroStage: ShardedMember,
+}
+"""The members of strategies in which not every member holds the same model."""
 
 
 def prepare(
@@ -48,9 +55,7 @@ def prepare(
     """Load the data and build the model, which may take seconds. All members must give the same settings and seed."""
     saved = extras.checkpoints.load() if extras.checkpoints is not None else None
     chosen = strategy(settings.strategy)
-    kind: type[ServedMember | StagedMember | ReplicatedMember] = ReplicatedMember
-    if isinstance(chosen, ParameterServer | Pipeline):
-        kind = StagedMember if isinstance(chosen, Pipeline) else ServedMember
+    kind = next((member for of, member in _MEMBERS.items() if isinstance(chosen, of)), ReplicatedMember)
     member = kind(host, source, settings, seed, extras)
     if saved is not None:
         member.reload(saved)
@@ -90,10 +95,7 @@ async def follow(member: ElasticMember, wire: Wire) -> Report:
 
 
 def _outcome(member: ElasticMember) -> str:
-    if not member.is_complete:
-        return ""
-    whole = member.run.whole
-    return (digest(member.run.learner.replica.parameters) if whole is None else whole.sha256) or _NO_PARAMETERS
+    return (member.run.sha256 or _NO_PARAMETERS) if member.is_complete else ""
 
 
 async def _follow(member: ElasticMember, view: View, wire: Wire, reception: GroupListener) -> bool:

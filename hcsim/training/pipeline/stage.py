@@ -18,7 +18,7 @@ from hcsim.runtime.channel import Phantom
 from hcsim.training.aggregation import OneLevel
 from hcsim.training.layout import Layout
 from hcsim.training.learner import digest
-from hcsim.training.optimizer import Array, shrink, sum_of_squares, update_work
+from hcsim.training.optimizer import Array, clip_scale, sum_of_squares, update_work
 from hcsim.training.pipeline.partition import Cut
 from hcsim.training.pipeline.passes import StagePasses, StagePorts, microbatches
 from hcsim.training.pipeline.schedule import Schedule
@@ -46,6 +46,7 @@ class StageRank:
         """Train the stage in all steps."""
         run.whole = Whole()
         training = _StageTraining(self, run)
+        run.assemble = training.assemble
         for step in run.steps():
             await training.step(step)
 
@@ -156,14 +157,14 @@ class _StageTraining:
             work = update_work(gradients.nbytes / 4, 2.0 * gradients.nbytes)
             await self._learner.run(work, partial(_clip, gradients, norm, limit), "clip")
         await self._learner.update(self._run.lr(step))
-        if self._run.is_due(step + 1):
-            await self._put_together(last=step + 1 == self._run.settings.steps)
 
     # The whole model, to be evaluated and saved.
 
-    async def _put_together(self, *, last: bool) -> None:
+    async def assemble(self, evaluates: bool) -> None:
         """Send the lead the parameters of its replica's other stages; at the end, all learn the model's digest."""
         run, group = self._run, self._run.group
+        if not evaluates:
+            return
         with self._learner.ledger.spent_on("exchange", "evaluation"):
             await group.barrier()  # before it, so that what follows is not accounted, and no waiting for others
         if run.task.phantom:
@@ -176,7 +177,7 @@ class _StageTraining:
                     run.whole.parameters = await self._collected()
                 else:
                     await self._pipe.send(self._learner.replica.parameters, lead_stage, tag=_PARAMETERS)
-            if last:
+            if run.step == run.settings.steps:
                 sha256 = np.zeros(_SHA256_BYTES, np.uint8)
                 if run.whole.parameters is not None:
                     sha256[:] = np.frombuffer(bytes.fromhex(str(digest(run.whole.parameters))), np.uint8)
@@ -206,8 +207,8 @@ def _part(flat: Flat, span: slice) -> Flat:
 
 
 def _clip(gradients: Flat, norm: float, limit: float) -> None:
-    if not isinstance(gradients, Phantom):
-        shrink(gradients, norm, limit)
+    if not isinstance(gradients, Phantom) and (scale := clip_scale(norm, limit)) is not None:
+        gradients *= scale
 
 
 async def _nothing(block: int) -> None:

@@ -20,6 +20,7 @@ import msgspec
 
 from hcsim.errors import ConfigError
 from hcsim.runtime.channel import Phantom
+from hcsim.training.blockwise import PhantomBlocks
 from hcsim.training.layout import FLOAT_BYTES, Layout
 from hcsim.training.task import Block, Defaults, Flat, Indices, Task, Tie, needs_gradients, stage_blocks
 
@@ -67,6 +68,9 @@ class PhantomTask(msgspec.Struct, frozen=True):
 
     def replica(self, seed: int, device: str = "cpu") -> PhantomReplica:
         return PhantomReplica(Layout.of([block.shapes for block in self.blocks], self.blocks[0].element_bytes))
+
+    def blockwise(self, seed: int, device: str = "cpu", *, whole: bool) -> PhantomBlocks:
+        return PhantomBlocks(Layout.of([block.shapes for block in self.blocks], self.blocks[0].element_bytes))
 
     def score(self, parameters: Flat) -> None: ...
 

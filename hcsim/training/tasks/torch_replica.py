@@ -92,18 +92,25 @@ class Passage:
 
     def forward(self, flowing: torch.Tensor) -> torch.Tensor:
         """Run all modules, and return what leaves the last one."""
-        for module, again in zip(self._modules, self._again, strict=True):
-            # Indices have no gradient, and nobody asks for those of the data and of what is frozen.
-            entering = flowing.detach().requires_grad_(len(self._entering) > self._first_trained)
-            self._entering.append(entering)
-            with torch.set_grad_enabled(not again):
-                flowing = module(entering)
-            self._leaving.append(None if again else flowing)
+        for _ in self._modules:
+            flowing = self.forward_next(flowing)
         return flowing
+
+    def forward_next(self, flowing: torch.Tensor) -> torch.Tensor:
+        """Run the next module, and keep the cut before it."""
+        block = len(self._leaving)
+        # Indices have no gradient, and nobody asks for those of the data and of what is frozen.
+        entering = flowing.detach().requires_grad_(block > self._first_trained)
+        self._entering.append(entering)
+        again = self._again[block]
+        with torch.set_grad_enabled(not again):
+            leaving: torch.Tensor = self._modules[block](entering)
+        self._leaving.append(None if again else leaving)
+        return leaving
 
     @property
     def left(self) -> int:
-        """The number of blocks whose backward pass is still to come."""
+        """The number of blocks that were run, and whose backward pass is still to come."""
         return len(self._leaving)
 
     def end_with(self, root: torch.Tensor) -> None:
@@ -166,8 +173,12 @@ class TorchReplica:
         self._inputs, self._targets = data
         self._memory = memory
         self._passage: Passage | None = None
-        for module, tensors in zip(modules, self._layout.blocks, strict=True):
-            place(module, tensors, memory)
+        self._place()
+
+    def _place(self) -> None:
+        """Give the modules their parameters and gradients."""
+        for module, tensors in zip(self._modules, self._layout.blocks, strict=True):
+            place(module, tensors, self._memory)
 
     @property
     def layout(self) -> Layout:
@@ -201,10 +212,20 @@ class TorchReplica:
         self._memory.before_forward()
         inputs, targets = self._inputs[batch], self._targets[batch]  # here until the device has read them
         flowing = inputs.to(self._memory.device, non_blocking=True)
+        passage = self._begun()
+        return self._loss_of(passage.forward(flowing), targets)
+
+    def _begun(self) -> Passage:
+        """Begin a forward pass."""
         again = [self._recompute] * (len(self._modules) - 1) + [False]
-        passage = self._passage = Passage(self._modules, self._first_trained, again)
-        loss = self._loss(passage.forward(flowing), targets.to(self._memory.device, non_blocking=True))
-        passage.end_with(loss)
+        self._passage = Passage(self._modules, self._first_trained, again)
+        return self._passage
+
+    def _loss_of(self, flowing: torch.Tensor, targets: torch.Tensor) -> float:
+        """Compute the loss, with which the backward pass begins."""
+        loss = self._loss(flowing, targets.to(self._memory.device, non_blocking=True))
+        assert self._passage is not None
+        self._passage.end_with(loss)
         return float(loss.detach())
 
     def backward(self, block: int) -> None:
@@ -298,16 +319,16 @@ def place_one(module: nn.Module, name: str, tensor: Tensor, memory: ReplicaMemor
     """Make one of the module's parameters a view of the flat arrays."""
     parameter = nn.Parameter(memory.device_parameters[tensor.span].view(tensor.shape))
     parameter.grad = memory.device_gradients[tensor.span].view(tensor.shape)
-    _put(module, name, parameter)
+    put(module, name, parameter)
 
 
 def freeze(module: nn.Module, tensors: Sequence[Tensor], values: torch.Tensor) -> None:
     """Make the module's frozen parameters views of these values."""
     named = [name for name, parameter in module.named_parameters() if not parameter.requires_grad]
     for name, tensor in zip(named, tensors, strict=True):
-        _put(module, name, nn.Parameter(values[tensor.span].view(tensor.shape), requires_grad=False))
+        put(module, name, nn.Parameter(values[tensor.span].view(tensor.shape), requires_grad=False))
 
 
-def _put(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+def put(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
     owner, _, leaf = name.rpartition(".")
     setattr(module.get_submodule(owner), leaf, parameter)

@@ -18,7 +18,7 @@ import hashlib
 import unicodedata
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
-from functools import cached_property
+from functools import cached_property, partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -39,8 +39,10 @@ from hcsim.errors import ConfigError, UsageError
 from hcsim.files import file_of
 from hcsim.rng import generator
 from hcsim.runtime.channel import Phantom
+from hcsim.training.blockwise import tied_blocks
 from hcsim.training.layout import Layout, initial
 from hcsim.training.task import Activations, Block, Defaults, Flat, Score, Tie, recomputed
+from hcsim.training.tasks.torch_blocks import BlockPlan, TorchBlocks
 from hcsim.training.tasks.torch_replica import (
     Array,
     ReplicaMemory,
@@ -156,6 +158,15 @@ class TorchTask:
     def entering_shape(self, block: int) -> tuple[int, ...]:
         """Return the shape of what enters the block, for one sample."""
         return self._entering[block]
+
+    def blockwise(self, seed: int, device: str = "cpu", *, whole: bool) -> TorchBlocks:
+        """Return a fresh model that is given its blocks one by one; `whole`: with all its parameters."""
+        data, modules = (self.training.inputs, self.training.targets), self.modules_on(torch.device(device))
+        draw = partial(initial, seed, gain=self.model.gain)
+        replica = TorchBlocks(modules, self.loss, data, draw, BlockPlan(device, self.recompute, tied_blocks(self)))
+        if whole:
+            replica.parameters = np.concatenate([replica.fresh(block) for block in reversed(range(len(modules)))])
+        return replica
 
     def modules_on(self, device: torch.device) -> Sequence[nn.Module]:
         """Return modules whose frozen parameters have their values, and whose trained ones have no memory."""

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 
 import pytest
+from msgspec.structs import replace
 
 from hcsim.cluster.diagnosis import ViewFailure
 from hcsim.cluster.membership_source import MemberCheck
@@ -107,7 +108,7 @@ class Turning:
         pass
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "diloco:2"])
+@pytest.mark.parametrize("strategy", ["ddp", "diloco:2", "zero2:copies=2", "zero3"])
 def test_real_members_that_come_and_go_learn_what_virtual_ones_do(
     strategy: str, addresses: Callable[[int], list[str]]
 ) -> None:
@@ -133,7 +134,10 @@ def test_real_members_that_come_and_go_learn_what_virtual_ones_do(
     assert {report.sha256 for report in reports} == {virtual.sha256()}
 
 
-def test_a_real_member_that_is_lost_is_done_without(addresses: Callable[[int], list[str]]) -> None:
+@pytest.mark.parametrize("strategy", ["ddp", "zero1:copies=2", "zero3:copies=2"])
+def test_a_real_member_that_is_lost_is_done_without(strategy: str, addresses: Callable[[int], list[str]]) -> None:
+    chosen = replace(CONVEX, strategy=strategy)
+
     async def main() -> list[Report | BaseException]:
         board = Board(addresses(3), [(0, 1, 2), (0, 1)])
         tasks: list[asyncio.Task[Report]] = []
@@ -149,7 +153,7 @@ def test_a_real_member_that_is_lost_is_done_without(addresses: Callable[[int], l
             async with RealHost(RealOptions(name=f"m{number}", insecure=True)) as host:
                 source = Reader(board, board.members[number])
                 extras = TrainingExtras(turning if number == 0 else None)
-                return await follow(prepare(host, source, CONVEX, SEED, extras), Wire())
+                return await follow(prepare(host, source, chosen, SEED, extras), Wire())
 
         tasks += [asyncio.create_task(member(number)) for number in range(3)]
         async with asyncio.timeout(GUARD_S):
@@ -160,7 +164,7 @@ def test_a_real_member_that_is_lost_is_done_without(addresses: Callable[[int], l
     assert isinstance(second, Report)
     assert isinstance(third, asyncio.CancelledError)
     assert first.sha256 == second.sha256
-    ends = [train(on_switch("abc"), CONVEX, plan=[(step, "ab")]).sha256() for step in (3, 4)]
+    ends = [train(on_switch("abc"), chosen, plan=[(step, "ab")]).sha256() for step in (3, 4)]
     assert first.sha256 in ends
 
 

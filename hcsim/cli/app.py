@@ -229,7 +229,7 @@ def plan(
     workers: Annotated[int | None, typer.Option(min=1, help="Processes; left out, one for each core.")] = None,
     dask: Annotated[
         str | None,
-        typer.Option(metavar="ADDRESS", help="Simulate on a Dask cluster: tcp://host:8786, or ssh:host,host to start one."),
+        typer.Option(metavar="ADDRESS", help="Run on a Dask cluster: tcp://host:8786, or ssh:host,host to start one."),
     ] = None,
     report: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a page with all of it: plan.html.")] = None,
 ) -> None:

@@ -147,8 +147,8 @@ class Search:
         while waiting:
             known = [each.quality_s for each in self._ranked.values() if self._may_be_chosen(each)]
             limit_s = _FAR * min(known, default=float("inf"))
-            self._simulate([each for bound_s, each in waiting[: WIDTH] if bound_s <= limit_s])
-            waiting = waiting[WIDTH :]
+            self._simulate([each for bound_s, each in waiting[:WIDTH] if bound_s <= limit_s])
+            waiting = waiting[WIDTH:]
 
     def _branch_and_bound(self) -> None:
         waiting = self._waiting()
@@ -251,9 +251,13 @@ def _unfit(request: Request, each: Candidate) -> Fit | None:
     """Return the machine for which a candidate is too large, or None if it fits everywhere."""
     if request.ignore_memory:
         return None
+    return max((fit for fit in memory_of(request, each) if not fit.fits), key=_missing, default=None)
+
+
+def memory_of(request: Request, each: Candidate) -> list[Fit]:
+    """Return what each machine of a candidate needs, and has."""
     model, nodes = request.model, {node.name: node for node in request.home.nodes}
-    fits = fits_of(each.settings(model), [Room.of(nodes[name]) for name in each.nodes], model.task)
-    return max((fit for fit in fits if not fit.fits), key=_missing, default=None)
+    return fits_of(each.settings(model), [Room.of(nodes[name]) for name in each.nodes], model.task)
 
 
 def simulation_of(request: Request, each: Candidate, *, is_long: bool = False) -> Simulation:

@@ -39,7 +39,9 @@ from hcsim.cli.plan_words import (
     rate,
     remarks,
     shown_alternatives,
+    speedup_heading,
     speedup_words,
+    together_line,
     unit,
     what_to_do,
     why,
@@ -206,7 +208,7 @@ def _advice(found: Plan) -> Iterator[Text]:
     best, alone = found.best, found.found.alone
     yield Text(what_to_do(found), style="bold")
     if alone is None:
-        yield Text(f"None of the machines could train it alone; together they do {rate(found, best)}.")
+        yield Text(together_line(found))
     elif best.candidate.nodes == alone.candidate.nodes:
         if len(found.request.home.nodes) == 1:
             yield Text(f"{rate(found, best)}.")
@@ -231,11 +233,11 @@ def _tables(found: Plan) -> Iterator[tuple[str, Table | Text]]:
 
 
 def _alternatives(found: Plan) -> Table:
-    table = _table(("how", "on"), (unit(found), "learning", "speed-up"))
+    table = _table(("how", "on"), (unit(found), "learning", *speedup_heading(found)))
     for each in shown_alternatives(found):
         table.add_row(
             str(each.candidate.method), on_words(found, each), number_of(per_s(found, each)),
-            learning_words(each.learning), speedup_words(found, each),
+            learning_words(each.learning), *speedup_words(found, each),
             style="bold" if each is found.best else "dim" if is_doubtful(each) else None,
         )  # fmt: skip
     return table

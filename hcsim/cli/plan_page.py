@@ -18,13 +18,13 @@ from hcsim.cli.plan_words import (
     on_words,
     per_s,
     percent,
-    rate,
     remarks,
     shown_alternatives,
+    speedup_heading,
     speedup_words,
+    together_line,
     unit,
     what_to_do,
-    who,
 )
 from hcsim.plan.outlook import Change, MachineTime
 from hcsim.plan.plan import Plan, tokens_of
@@ -46,8 +46,8 @@ def page_of(found: Plan, command: str, job: str) -> Page:
             _alternatives(found),
             parts.the_home(found.request.home),
             _limits(found),
-            _changes("If something changes, and the plan does not", "changes", change_lines(found), found),
-            _changes("If you bought", "purchases", found.purchases, found),
+            _changes("If something changes, and the plan does not", change_lines(found), found),
+            _changes("If you bought", found.purchases, found),
             *_memory(found),
             _job(command, job),
         ),
@@ -59,7 +59,7 @@ def _headline(found: Plan) -> tuple[Part, ...]:
     facts = [(unit(found), number_of(per_s(found, best)), on_words(found, best))]
     lines = list(remarks(found))
     if alone is None:
-        lines.insert(0, f"None of the machines could train it alone; together they do {rate(found, best)}.")
+        lines.insert(0, together_line(found))
     elif best.candidate.nodes == alone.candidate.nodes:
         if len(found.request.home.nodes) > 1:
             lines.insert(0, "No way to train on several of them is faster than this one alone.")
@@ -69,7 +69,7 @@ def _headline(found: Plan) -> tuple[Part, ...]:
         lines.insert(0, f"{band.value:.2f} ×{faster_than(found, alone, band)}.")
     samples = screen.counted(found.request.model.samples, "sample")
     facts.append(("a step", screen.duration(best.result.step_s), samples))
-    simulated = f"{found.found.simulated} of them simulated, the others cannot be faster"
+    simulated = f"{found.found.simulated} simulations; the rest would be slower, or does not fit"
     facts.append(("ways to train", f"{found.found.candidates:,}", simulated))
     return (Facts(tuple(facts)), *map(Text, lines))
 
@@ -79,21 +79,31 @@ def _alternatives(found: Plan) -> Section:
     rows = tuple(
         (
             str(each.candidate.method), on_words(found, each), number_of(per_s(found, each)),
-            learning_words(each.learning), speedup_words(found, each),
+            learning_words(each.learning), *speedup_words(found, each),
         )
         for each in shown
     )  # fmt: skip
-    table = Table(("how", "on", unit(found), "learning", "speed-up"), rows, left=("on",))
-    drawn = [(str(each.candidate.method), [_bar(found, each)]) for each in _best_of_each(found)]
-    longest = max(_counted_per_s(found, each) for each in _best_of_each(found))
+    table = Table(("how", "on", unit(found), "learning", *speedup_heading(found)), rows, left=("on",))
+    best = _best_of_each(found)
+    drawn = [(each.candidate.method.family, [_bar(found, each)]) for each in best]
+    longest = max(_counted_per_s(found, each) for each in best)
     whole = f"{number_of(longest)} {unit(found)}"
+    numbers = Table(
+        ("strategy", "at its best", "on", unit(found)),
+        tuple(
+            (each.candidate.method.family, str(each.candidate.method), on_words(found, each),
+             number_of(_counted_per_s(found, each)))
+            for each in best
+        ),
+        left=("at its best", "on"),
+    )  # fmt: skip
     counted = "counted for the same quality: a way that needs more samples for it is that much slower"
     picture = bars("the best of each strategy", drawn, whole)
     learning = (
         "Learning: exact is what one machine alone would learn from the same samples; figures are times as many "
         "samples to the same loss, measured on a small model; of the unknown, nothing was measured."
     )
-    figure = Figure("The best of each strategy", picture, table, "alternatives", f"{unit(found)}, {counted}.")
+    figure = Figure("The best of each strategy", picture, numbers, "strategies", f"{unit(found)}, {counted}.")
     return Section("What else there is", (figure, table, Text(learning, soft=True)))
 
 
@@ -117,7 +127,7 @@ def _bar(found: Plan, each: Ranked) -> BarPart:
     elif is_doubtful(each):
         name, colour = "too little is known of how it learns", "idle"
     value = _counted_per_s(found, each)
-    return BarPart(name, value, colour, f"{number_of(value)} {unit(found)} on {who(found, each.candidate.nodes)}")
+    return BarPart(name, value, colour, f"({each.candidate.method}): {number_of(value)} {unit(found)}")
 
 
 def _limits(found: Plan) -> Section:
@@ -134,8 +144,8 @@ def _limits(found: Plan) -> Section:
         for each in machines
     ]  # fmt: skip
     figure = Figure(
-        "Where the time of a step goes", bars("the parts of a step by machine", drawn, "a step"), table, "breakdown",
-        "Communication is exposed while a device waits for what is on its way.",
+        "Where the time of a step goes", bars("the parts of a step by machine", drawn, "a step"),
+        caption="Communication is exposed while a device waits for what is on its way.",
     )  # fmt: skip
     return Section("What limits it", (Text(limit_line(found)), figure, table))
 
@@ -144,7 +154,7 @@ def _shares(each: MachineTime) -> tuple[float, float, float, float]:
     return each.compute, each.encode, each.exposed, each.idle
 
 
-def _changes(title: str, name: str, changes: Sequence[Change], found: Plan) -> Section:
+def _changes(title: str, changes: Sequence[Change], found: Plan) -> Section:
     if not changes:
         return Section(title, ())
     tokens = tokens_of(found.request.model.base.task) or 1
@@ -163,7 +173,7 @@ def _changes(title: str, name: str, changes: Sequence[Change], found: Plan) -> S
         for each in changes
     ]
     most = max(1.0, *(each.ratio for each in changes))
-    return Section(title, (Figure("", bars(title, drawn, f"{most:.2f} ×"), table, name), table))
+    return Section(title, (Figure("", bars(title, drawn, f"{most:.2f} ×")), table))
 
 
 def _memory(found: Plan) -> tuple[Section, ...]:

@@ -139,11 +139,24 @@ def change_lines(found: Plan) -> list[Change]:
     return [each for each in found.changes if abs(each.ratio - 1) >= NOTABLE and each.words != ALL_MACHINES]
 
 
-def speedup_words(found: Plan, each: Ranked) -> str:
-    """Return how many times as fast as the fastest machine alone it is, for the same quality."""
+def together_line(found: Plan) -> str:
+    """Return what the plan comes to where no machine could do it alone."""
+    samples = screen.counted(found.request.model.samples, "sample")
+    step = f"a step of {samples} takes {screen.duration(found.best.result.step_s)}"
+    return f"None of the machines could train it alone; together they do {rate(found, found.best)}: {step}."
+
+
+def speedup_heading(found: Plan) -> tuple[str, ...]:
+    return () if found.found.alone is None else ("speed-up",)
+
+
+def speedup_words(found: Plan, each: Ranked) -> tuple[str, ...]:
+    """Return how many times as fast as the fastest machine alone it is, for the same quality; nothing if none can."""
     alone = found.found.alone
-    speedup = "–" if alone is None else f"{alone.quality_s / each.quality_s:.2f} ×"
-    return f"{speedup} ?" if is_doubtful(each) else speedup
+    if alone is None:
+        return ()
+    speedup = f"{alone.quality_s / each.quality_s:.2f} ×"
+    return (f"{speedup} ?" if is_doubtful(each) else speedup,)
 
 
 def is_doubtful(each: Ranked) -> bool:

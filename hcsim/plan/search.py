@@ -37,7 +37,7 @@ _FAR = 3.0
 """A method that takes at least so many times as long as the best is not simulated."""
 _SHOWN = 3
 _NEAR = 1.1
-"""Those within this ratio of the best, by a short simulation, are simulated for longer."""
+"""Those within this ratio of the best, by a short simulation, are simulated for longer, unless there is one only."""
 
 
 class Ranked(msgspec.Struct, frozen=True):
@@ -166,11 +166,13 @@ class Search:
                 yield bound_s * learning.most, each
 
     def _finalists(self) -> list[Ranked]:
+        """Return what has to be told apart, and the best machine alone."""
         best_s = self._best().quality_s
         allowed = sorted(filter(self._may_be_chosen, self._ranked.values()), key=lambda each: each.quality_s)
         finalists = [each for each in allowed if each.quality_s <= _NEAR * best_s][:_FINALISTS]
         alone = [each for each in allowed if each.candidate.method.family == "single"][:1]
-        return [*finalists, *(each for each in alone if each not in finalists)]
+        compared = [*finalists, *(each for each in alone if each not in finalists)]
+        return compared if len(compared) > 1 else []
 
     def _best(self) -> Ranked:
         return min(filter(self._may_be_chosen, self._ranked.values()), key=lambda each: each.quality_s)

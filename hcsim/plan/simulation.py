@@ -28,8 +28,10 @@ from hcsim.transport.groups import MAX_FRAME_BYTES, Wire
 from hcsim.units import PositiveSeconds
 
 _SHORT_STEPS, _LONG_STEPS, _FIRST_STEPS, _FIRST_OF_SERVERS = 2, 8, 1, 4
-_COARSE_BYTES = 1 << 30
-"""Models from this size on are sent in the largest frames there are: fewer events, and nearly the same times."""
+_SHORT_STEPS_OF_LARGE, _LONG_STEPS_OF_LARGE = 1, 2
+_LARGE_BYTES = 1 << 30
+"""Models from this size on are sent in the largest frames there are: fewer events, and nearly the same times. Steps of
+seconds are alike as soon as connections are open, so that few are counted."""
 TIMEOUT_S = PositiveSeconds(24 * 3600.0)
 
 
@@ -55,12 +57,20 @@ class Simulation(msgspec.Struct, frozen=True):
     task: Task
     is_long: bool = False
 
+    @property
+    def is_large(self) -> bool:
+        """Whether the model is."""
+        lengths = (prod(shape) for block in self.task.blocks for _, shape in block.shapes)
+        return FLOAT_BYTES * sum(lengths) >= _LARGE_BYTES
+
     def steps(self) -> tuple[int, int]:
         """Return the first steps, which do not count, and all."""
         chosen = strategy(self.settings.strategy)
         every = getattr(chosen, "every", 1)
         first = _FIRST_OF_SERVERS if isinstance(chosen, ParameterServer) else _FIRST_STEPS
         counted = _LONG_STEPS if self.is_long else _SHORT_STEPS
+        if self.is_large:
+            counted = _LONG_STEPS_OF_LARGE if self.is_long else _SHORT_STEPS_OF_LARGE
         first = every * ceil(first / every)
         return first, first + every * ceil(counted / every)
 
@@ -95,8 +105,7 @@ def analysed(what: Simulation) -> TimelineAnalysis:
 
 
 def _reports(what: Simulation, steps: int, timeline: Timeline | None = None) -> tuple[list[Report], int]:
-    size_bytes = FLOAT_BYTES * sum(prod(shape) for block in what.task.blocks for _, shape in block.shapes)
-    wire = Wire(segment_bytes=MAX_FRAME_BYTES) if size_bytes >= _COARSE_BYTES else Wire()
+    wire = Wire(segment_bytes=MAX_FRAME_BYTES) if what.is_large else Wire()
     settings = replace(what.settings, steps=steps, evaluate_every=10**9, timeout_s=TIMEOUT_S)
     outcome = simulate_training(what.scenario, settings, wire=wire, what=what.task, sink=timeline)
     return outcome.values(), outcome.events

@@ -176,7 +176,7 @@ def test_torch_is_imported_in_few_files_and_only_when_it_is_used() -> None:
         if not name_of(path).startswith(TORCH_ITSELF):
             at_once = [name for node in run_on_import(tree) for _, name, _ in imports(node)]
             assert not any(is_within(name, ("torch",)) for name in at_once), path
-    tasks = [f"training/tasks/{name}.py" for name in ("torch_replica", "torch_stage", "torch_task")]
+    tasks = [f"training/tasks/{name}.py" for name in ("torch_blocks", "torch_replica", "torch_stage", "torch_task")]
     others = [name for name in sorted(importers) if not name.startswith(TORCH_ITSELF[1:])]
     assert others == ["compressors/kernels/plain.py", "real/hardware.py", "selftest/machine.py", *tasks]
 

@@ -35,7 +35,7 @@ from hcsim.training.tasks.torch_task import TorchTask, cross_entropy
 REAL = ("digits", "text", "convex")
 SHAPES = (
     "resnet18", "resnet50", "resnet101", "vit-s16", "vit-b16", "gpt2", "llama-1b", "llama-7b", "llama-8b",
-    "transformer:1e6",
+    "qwen3.5-9b", "transformer:1e6",
 )  # fmt: skip
 NAMES = (*REAL, "slopes", *SHAPES)
 

@@ -70,7 +70,8 @@ def remarks(found: Plan) -> Iterator[str]:
     if alone is not None and (samples := alone.candidate.settings(model).batch) and alone.result.step_s:
         fits = round(alone.result.step_s / alone.result.sample_s)
         if fits < model.samples:
-            yield f"{alone.candidate.nodes[0]} alone has room for {fits} of the {samples} samples at a time."
+            faster = "; if steps of so few do for you, it is faster alone" if alone.quality_s < best.quality_s else ""
+            yield f"{alone.candidate.nodes[0]} alone has room for {fits} of the {samples} samples at a time{faster}."
     if found.finer is not None and found.finer.ratio > 1 + 2 * NOTABLE:
         few = f"{screen.counted(model.samples, 'sample')} a step are hard to share out"
         yield (f"{few}: with {found.finer.words} it would be {found.finer.ratio:.2f} × as fast, "

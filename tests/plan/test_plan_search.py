@@ -167,6 +167,18 @@ def test_purchases_are_planned_anew_and_a_machine_more_helps() -> None:
     assert len(bought(asked.home, "M4 Max").home.nodes) == 3
 
 
+def test_a_machine_more_never_makes_a_plan_slower(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where there are so many that the search leaves out the machines of the plan."""
+    asked, simulator = (
+        replace(request("M4 Max, M1, M4 on 10gbe"), methods=(Method("single"), Method("ddp"))),
+        Simulator(1),
+    )
+    plan = found(asked, simulator)
+    monkeypatch.setattr("hcsim.plan.candidates.MOST_SUBSETS", 1)
+    [change] = purchases(plan, asked, ["M1 Air"], simulator)
+    assert change.ratio >= 1 / TOLERANCE
+
+
 def test_half_the_air_makes_a_plan_slower_and_a_cable_faster() -> None:
     asked, simulator = replace(request(MIXED), methods=(Method("single"), Method("local_sgd:8"))), Simulator(1)
     plan = found(asked, simulator)

@@ -227,16 +227,23 @@ def plan(
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Write the job to this file.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
     workers: Annotated[int | None, typer.Option(min=1, help="Processes; left out, one for each core.")] = None,
+    dask: Annotated[
+        str | None,
+        typer.Option(metavar="ADDRESS", help="Run on a Dask cluster: tcp://host:8786, or ssh:host,host to start one."),
+    ] = None,
+    report: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a page with all of it: plan.html.")] = None,
 ) -> None:
     """Find the fastest way to train a model on the machines of a home: with which of them, how, and why."""
     with errors_told():
         from hcsim.cli import plan as work
+        from hcsim.cli.request import only
 
+        only("without --dask", {"--workers": workers} if dask is not None else {})
         options = work.PlanOptions(
             home=home, model=model, params=params, tokens=tokens, strategies=tuple(strategy or ()),
             compressors=tuple(compressor or ()), buy=tuple(buy or ()), what_if=what_if, by_samples=by_samples,
             ignore_memory=ignore_memory, settings=tuple(settings or ()), plugins=tuple(plugin or ()), out=out,
-            json=json, workers=workers,
+            json=json, workers=workers, dask=dask, report=report,
         )  # fmt: skip
         work.plan(options)
 

@@ -301,14 +301,14 @@ class _Grid(NamedTuple):
         whole = np.zeros((self.down * self.high, self.across * self.wide), np.float32)
         whole[: self.rows, : self.columns] = flat.reshape(self.rows, self.columns)
         blocks = whole.reshape(self.down, self.high, self.across, self.wide).transpose(0, 2, 1, 3)
-        along = _product(blocks, cosines(self.wide).T)
-        return _product(along.transpose(0, 1, 3, 2), cosines(self.high).T).reshape(-1)
+        along = _product(blocks, dct_basis(self.wide).T)
+        return _product(along.transpose(0, 1, 3, 2), dct_basis(self.high).T).reshape(-1)
 
     def inverted(self, coefficients: Array) -> Array:
         if not self.elements:
             return coefficients
         blocks = coefficients.reshape(self.down, self.across, self.wide, self.high)
-        along = _product(_product(blocks, cosines(self.high)).transpose(0, 1, 3, 2), cosines(self.wide))
+        along = _product(_product(blocks, dct_basis(self.high)).transpose(0, 1, 3, 2), dct_basis(self.wide))
         whole = along.transpose(0, 2, 1, 3).reshape(self.down * self.high, self.across * self.wide)
         return whole[: self.rows, : self.columns].reshape(-1)
 
@@ -328,7 +328,7 @@ def _product(blocks: Array, basis: Array) -> Array:
 
 
 @cache
-def cosines(side: int) -> Array:
+def dct_basis(side: int) -> Array:
     """Return the orthonormal DCT-II: a row for each frequency.
 
     Angles are reduced to half a quadrant as integers, so that all platforms' sines and cosines agree as floats."""

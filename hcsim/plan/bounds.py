@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
+from math import ceil
 from typing import NamedTuple
 
 from hcsim.compressors.base import PayloadKind
@@ -31,6 +32,7 @@ from hcsim.training.balance import StepCost, paces, predicted, shares
 from hcsim.training.layout import FLOAT_BYTES
 from hcsim.training.learner import step_work
 from hcsim.training.optimizer import Sgd
+from hcsim.training.pipeline.strategy import Pipeline
 from hcsim.training.precision import prepared
 from hcsim.training.strategies import strategy
 from hcsim.training.task import Task, forward_work
@@ -94,7 +96,20 @@ class Bounds:
             return self._periodic_s(candidate, sizes, compute_s, max(encoding_s) + network_s)
         if family in _SHARDED or family == "parameter_server":  # every worker takes as many steps
             return max(*compute_s, network_s) / samples
+        if family == "pipeline":
+            return self._pipelined_s(candidate, costs)
         return 1.0 / sum(1.0 / cost.sample_s for cost in costs)
+
+    def _pipelined_s(self, candidate: Candidate, costs: Sequence[StepCost]) -> float:
+        """Return the least time of a sample in a pipeline. Of m microbatches the last m − 1 leave it one after the
+        other, at best at the speed of all stages together; the first has to pass through all of them, and the fastest
+        machine alone would not take longer for it. Alike machines come to the known (m + n − 1)/m of n stages."""
+        chosen = strategy(candidate.method.strategy)
+        assert isinstance(chosen, Pipeline)
+        together_s = 1.0 / sum(1.0 / cost.sample_s for cost in costs)
+        samples = self._model.samples
+        number = ceil(samples / ceil(samples / chosen.microbatches))
+        return ((number - 1) * together_s + min(cost.sample_s for cost in costs)) / number
 
     def _periodic_s(
         self, candidate: Candidate, sizes: Sequence[int], compute_s: Sequence[float], between_s: float

@@ -78,6 +78,7 @@ _SPECS: dict[str, tuple[str, ...]] = {
     "diloco": (
         "diloco:8,momentum=0.5", "diloco:8,momentum=0.5,pace=speed", "diloco:32,momentum=0.5", "diloco:64,momentum=0.5",
     ),
+    "pipeline": ("pipeline", "pipeline:schedule=gpipe", "pipeline:microbatches=32"),
     "parameter_server": (
         "parameter_server:sync", "parameter_server:bounded,staleness=4", "parameter_server:async",
     ),

@@ -24,7 +24,7 @@ from hcsim.errors import ConfigError
 from hcsim.plan.bounds import Bounds
 from hcsim.plan.candidates import Candidate, Model, candidates, homes_of
 from hcsim.plan.methods import KNOWN, LearningCost, Method, learning_cost
-from hcsim.plan.simulation import Simulated, Simulation, Simulator
+from hcsim.plan.simulation import WIDTH, Simulated, Simulation, Simulator
 from hcsim.training.fitting import Fit, Room, alternatives, fits_of, smallest_mac_gib
 from hcsim.training.strategies import check_training
 
@@ -37,7 +37,7 @@ _FAR = 3.0
 """A method that takes at least so many times as long as the best is not simulated."""
 _SHOWN = 3
 _NEAR = 1.1
-"""Those within this ratio of the best, by a short simulation, are simulated for longer."""
+"""Those within this ratio of the best, by a short simulation, are simulated for longer, unless there is one only."""
 
 
 class Ranked(msgspec.Struct, frozen=True):
@@ -147,14 +147,14 @@ class Search:
         while waiting:
             known = [each.quality_s for each in self._ranked.values() if self._may_be_chosen(each)]
             limit_s = _FAR * min(known, default=float("inf"))
-            self._simulate([each for bound_s, each in waiting[: self._simulator.width] if bound_s <= limit_s])
-            waiting = waiting[self._simulator.width :]
+            self._simulate([each for bound_s, each in waiting[:WIDTH] if bound_s <= limit_s])
+            waiting = waiting[WIDTH:]
 
     def _branch_and_bound(self) -> None:
         waiting = self._waiting()
         while len(self._ranked) < MOST_SIMULATED:
             limit_s = self._best().quality_s
-            todo = [each for bound_s, each in islice(waiting, self._simulator.width) if MARGIN * bound_s <= limit_s]
+            todo = [each for bound_s, each in islice(waiting, WIDTH) if MARGIN * bound_s <= limit_s]
             if not todo:
                 return
             self._simulate(todo)
@@ -166,11 +166,13 @@ class Search:
                 yield bound_s * learning.most, each
 
     def _finalists(self) -> list[Ranked]:
+        """Return what has to be told apart, and the best machine alone."""
         best_s = self._best().quality_s
         allowed = sorted(filter(self._may_be_chosen, self._ranked.values()), key=lambda each: each.quality_s)
         finalists = [each for each in allowed if each.quality_s <= _NEAR * best_s][:_FINALISTS]
         alone = [each for each in allowed if each.candidate.method.family == "single"][:1]
-        return [*finalists, *(each for each in alone if each not in finalists)]
+        compared = [*finalists, *(each for each in alone if each not in finalists)]
+        return compared if len(compared) > 1 else []
 
     def _best(self) -> Ranked:
         return min(filter(self._may_be_chosen, self._ranked.values()), key=lambda each: each.quality_s)
@@ -251,9 +253,13 @@ def _unfit(request: Request, each: Candidate) -> Fit | None:
     """Return the machine for which a candidate is too large, or None if it fits everywhere."""
     if request.ignore_memory:
         return None
+    return max((fit for fit in memory_of(request, each) if not fit.fits), key=_missing, default=None)
+
+
+def memory_of(request: Request, each: Candidate) -> list[Fit]:
+    """Return what each machine of a candidate needs, and has."""
     model, nodes = request.model, {node.name: node for node in request.home.nodes}
-    fits = fits_of(each.settings(model), [Room.of(nodes[name]) for name in each.nodes], model.task)
-    return max((fit for fit in fits if not fit.fits), key=_missing, default=None)
+    return fits_of(each.settings(model), [Room.of(nodes[name]) for name in each.nodes], model.task)
 
 
 def simulation_of(request: Request, each: Candidate, *, is_long: bool = False) -> Simulation:

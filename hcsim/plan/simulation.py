@@ -1,4 +1,4 @@
-"""Short simulations of candidates, with shapes in place of data, on all cores.
+"""Short simulations of candidates, with shapes in place of data, on all cores or on a Dask cluster.
 
 What is measured is the time of a sample once the first steps are over, which open connections and widen windows: over
 whole periods of the strategy, until the slowest machine is done.
@@ -6,19 +6,19 @@ whole periods of the strategy, until the slowest machine is done.
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from math import ceil, prod
-from multiprocessing import get_context
 
 import msgspec
 from msgspec.structs import replace
 
 from hcsim.config import Scenario, Training
-from hcsim.errors import HcsimError
+from hcsim.errors import ConfigError, HcsimError
 from hcsim.launch.virtual import simulate_training
-from hcsim.registry import load_plugin, loaded_plugins
+from hcsim.pool import Pool
+from hcsim.pool.open import open_pool
 from hcsim.telemetry.timeline import Timeline, TimelineAnalysis
 from hcsim.training.layout import FLOAT_BYTES
 from hcsim.training.run import Point, Report, leading
@@ -26,11 +26,12 @@ from hcsim.training.strategies import ParameterServer, strategy
 from hcsim.training.task import Task
 from hcsim.transport.groups import MAX_FRAME_BYTES, Wire
 from hcsim.units import PositiveSeconds
-from hcsim.workers import starting
 
 _SHORT_STEPS, _LONG_STEPS, _FIRST_STEPS, _FIRST_OF_SERVERS = 2, 8, 1, 4
-_COARSE_BYTES = 1 << 30
-"""Models from this size on are sent in the largest frames there are: fewer events, and nearly the same times."""
+_SHORT_STEPS_OF_LARGE, _LONG_STEPS_OF_LARGE = 1, 2
+_LARGE_BYTES = 1 << 30
+"""Models from this size on are sent in the largest frames there are: fewer events, and nearly the same times. Steps of
+seconds are alike as soon as connections are open, so that few are counted."""
 TIMEOUT_S = PositiveSeconds(24 * 3600.0)
 
 
@@ -56,12 +57,20 @@ class Simulation(msgspec.Struct, frozen=True):
     task: Task
     is_long: bool = False
 
+    @property
+    def is_large(self) -> bool:
+        """Whether the model is."""
+        lengths = (prod(shape) for block in self.task.blocks for _, shape in block.shapes)
+        return FLOAT_BYTES * sum(lengths) >= _LARGE_BYTES
+
     def steps(self) -> tuple[int, int]:
         """Return the first steps, which do not count, and all."""
         chosen = strategy(self.settings.strategy)
         every = getattr(chosen, "every", 1)
         first = _FIRST_OF_SERVERS if isinstance(chosen, ParameterServer) else _FIRST_STEPS
         counted = _LONG_STEPS if self.is_long else _SHORT_STEPS
+        if self.is_large:
+            counted = _LONG_STEPS_OF_LARGE if self.is_long else _SHORT_STEPS_OF_LARGE
         first = every * ceil(first / every)
         return first, first + every * ceil(counted / every)
 
@@ -96,8 +105,7 @@ def analysed(what: Simulation) -> TimelineAnalysis:
 
 
 def _reports(what: Simulation, steps: int, timeline: Timeline | None = None) -> tuple[list[Report], int]:
-    size_bytes = FLOAT_BYTES * sum(prod(shape) for block in what.task.blocks for _, shape in block.shapes)
-    wire = Wire(segment_bytes=MAX_FRAME_BYTES) if size_bytes >= _COARSE_BYTES else Wire()
+    wire = Wire(segment_bytes=MAX_FRAME_BYTES) if what.is_large else Wire()
     settings = replace(what.settings, steps=steps, evaluate_every=10**9, timeout_s=TIMEOUT_S)
     outcome = simulate_training(what.scenario, settings, wire=wire, what=what.task, sink=timeline)
     return outcome.values(), outcome.events
@@ -109,13 +117,26 @@ def _reached_s(report: Report, step: int) -> float:
     return before[-1].time_s if before else 0.0
 
 
-class Simulator:
-    """Simulates many trainings at a time. What was simulated once is known."""
+WIDTH = 8
+"""So many simulations are worth asking for at a time. The same however many processes there are: what a search
+simulates, and so what it finds, does not depend on where it runs."""
 
-    def __init__(self, jobs: int) -> None:
+
+def answer_simulation(task: bytes) -> bytes:
+    """In a worker: simulate a training."""
+    what = pickle.loads(task)  # of the process that plans, which gives a worker its orders anyway
+    assert isinstance(what, Simulation)
+    return msgspec.msgpack.encode(simulated(what))
+
+
+class Simulator:
+    """Simulates many trainings at a time, in processes here or on a Dask cluster. With one local process, the current
+    one does the work. What was simulated once is known."""
+
+    def __init__(self, jobs: int, dask: str | None = None) -> None:
         self._known: dict[str, Simulated] = {}
-        self._jobs = jobs
-        self._pool: ProcessPoolExecutor | None = None
+        self._jobs, self._dask = jobs, dask
+        self._pool: Pool | None = None
         self._asked = 0
         self.count = 0
         """How many were simulated."""
@@ -124,18 +145,15 @@ class Simulator:
 
     @contextmanager
     def open(self) -> Iterator[Simulator]:
-        """Start the worker processes, and end them."""
-        if self._jobs == 1:
+        """Start the pool, and end it."""
+        if self._jobs == 1 and self._dask is None:
             yield self
             return
-        context = get_context("spawn")
-        with ProcessPoolExecutor(self._jobs, context, initializer=_load, initargs=(loaded_plugins(),)) as pool:
-            self._pool = pool
+        with closing(open_pool(self._jobs, self._dask)) as self._pool:
             try:
                 yield self
             finally:
                 self._pool = None
-                pool.shutdown(cancel_futures=True)
 
     def all(self, simulations: Sequence[Simulation]) -> list[Simulated]:
         """Return what each comes to."""
@@ -146,16 +164,16 @@ class Simulator:
             for key, each in todo.items():
                 self._note(key, simulated(each))
         else:
-            with starting():
-                futures = {self._pool.submit(simulated, each): key for key, each in todo.items()}
-            for future in as_completed(futures):  # each is put in its own place: the order does not matter
-                self._note(futures[future], future.result())
+            self._simulate_in(self._pool, todo)
         return [self._known[key] for key in keys]
 
-    @property
-    def width(self) -> int:
-        """How many are worth asking for at a time."""
-        return 2 * self._jobs
+    def _simulate_in(self, pool: Pool, todo: dict[str, Simulation]) -> None:
+        tasks = {pickle.dumps(each): key for key, each in todo.items()}
+        with closing(pool.run(answer_simulation, iter(tasks))) as over:
+            for each in over:  # each is put in its own place: the order does not matter
+                if each.answer is None:
+                    raise ConfigError(f"a simulation came to no end (is there enough memory?): {each.error}")
+                self._note(tasks[each.task], msgspec.msgpack.decode(each.answer, type=Simulated))
 
     def _note(self, key: str, result: Simulated) -> None:
         self._known[key] = result
@@ -166,8 +184,3 @@ class Simulator:
 def _key(what: Simulation) -> str:
     parts = (what.scenario, what.settings, what.task.fingerprint, what.is_long)
     return repr(parts)
-
-
-def _load(plugins: Sequence[str]) -> None:
-    for plugin in plugins:
-        load_plugin(plugin)

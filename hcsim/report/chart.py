@@ -12,7 +12,7 @@ import msgspec
 from hcsim.report.page import COLOURS, text_of
 
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP, _RIGHT = 640, 300, 84, 42, 12, 34
-_BAR, _GAP, _LABEL = 20, 12, 150
+_BAR, _GAP, _LABEL, _LETTER = 20, 12, 150, 8
 _LONGEST_LABEL = 22
 _MOST_POINTS = 600
 """Of a line: more would be on the same places."""
@@ -95,15 +95,16 @@ def bars(title: str, rows: Sequence[tuple[str, Sequence[BarPart]]], whole: str =
     longest = max(longest, full)
     if longest <= 0.0:
         return ""
-    width = _WIDTH - _LABEL - 10
+    left = max([_LABEL, *(_LETTER * (len(_shortened(label)) + 1) for label, _ in rows)])
+    width = _WIDTH - left - 10
     height = len(rows) * (_BAR + _GAP) + (18 if whole else 0)
     drawn = []
     if full:
         ends = f'y1="0" y2="{len(rows) * (_BAR + _GAP)}"'
-        drawn += [f'<line class="grid" x1="{at}" x2="{at}" {ends}/>' for at in (_LABEL, _WIDTH - 10)]
+        drawn += [f'<line class="grid" x1="{at}" x2="{at}" {ends}/>' for at in (left, _WIDTH - 10)]
     for number, (label, parts) in enumerate(rows):
-        y, at = number * (_BAR + _GAP) + 2, float(_LABEL)
-        drawn.append(f'<text x="{_LABEL - 8}" y="{y + 14}" text-anchor="end">{text_of(_shortened(label))}</text>')
+        y, at = number * (_BAR + _GAP) + 2, float(left)
+        drawn.append(f'<text x="{left - 8}" y="{y + 14}" text-anchor="end">{text_of(_shortened(label))}</text>')
         for part in parts:
             wide = width * part.length / longest
             if wide > 0.0:

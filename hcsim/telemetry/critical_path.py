@@ -94,7 +94,7 @@ class Causes:
             if event is None:
                 continue
             limits[machine] = last  # each event at most once: transfers may take no time
-            is_held = isinstance(event, FrameTransfer) and event.begin_ns < event.held_until_ns < event.end_ns
+            is_held = isinstance(event, FrameTransfer) and self._is_held(event)
             now_ns = event.held_until_ns if isinstance(event, FrameTransfer) and is_held else event.begin_ns
             cut_ns = max(now_ns, begin_ns)
             if isinstance(event, FrameTransfer):
@@ -103,6 +103,16 @@ class Causes:
                 machine = event.target if is_held else event.source
             else:
                 yield from self._work(machine, event, (cut_ns, ended_ns))
+
+    def _is_held(self, frame: FrameTransfer) -> bool:
+        """Whether a frame waited for its receiver. One that had only to wait until what came before it, or its own
+        first part, was out of the way of a receiver that did nothing else meanwhile, waited for the network."""
+        if not frame.begin_ns < frame.held_until_ns < frame.end_ns:
+            return False
+        last = bisect_right(self._ends_ns[frame.target], frame.held_until_ns) - 1
+        _, thaw_ns = self._last_stop(frame.target, frame.held_until_ns)
+        ended_ns = self._ends_ns[frame.target][last] if last >= 0 else -1
+        return max(ended_ns, thaw_ns) > frame.begin_ns
 
     def _last_stop(self, machine: str, now_ns: int) -> SpanNs:
         """Return when the machine last stood still before this moment, or an empty span before all times."""

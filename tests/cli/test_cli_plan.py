@@ -11,9 +11,10 @@ import pytest
 from typer.testing import CliRunner
 
 from hcsim.cli.app import app
-from hcsim.config import load_scenario
+from hcsim.config import CATALOGUE, load_scenario, write_scenario
 from hcsim.real.keys import new_secret, save_secret
 from tests.conftest import free_addresses
+from tests.test_report import asks_for_nothing
 
 HOME = "M4, M3 Pro on 1gbe"
 FEW = ("--strategy", "local_sgd:8", "--workers", "1")
@@ -39,6 +40,37 @@ def test_a_plan_as_json_has_all_of_it(tmp_path: Path) -> None:
     assert told["speedup"]["p10"] <= told["speedup"]["value"] <= told["speedup"]["p90"]
     assert [each["words"] for each in told["purchases"]] == ["M4 mini"]
     assert {"best", "alone", "limits", "alternatives", "changes", "excluded"} <= set(told)
+
+
+def test_a_plan_as_json_is_whole_however_long_it_is() -> None:
+    told = planned("M4, M3 Pro on wifi6", "convex", "--json", "--workers", "1")
+    assert len(told) > 12_000
+    assert msgspec.json.decode(told)["candidates"] > 50
+
+
+def test_the_page_of_a_plan_stands_by_itself_and_has_all_of_it(tmp_path: Path) -> None:
+    page = tmp_path / "plan.html"
+    told = planned(HOME, "resnet50", *FEW, "--buy", "M4 mini", "--set", "batch=32", "--report", str(page))
+    found = asks_for_nothing(page.read_text(encoding="utf-8"))
+    advice = "Train with local_sgd:8, on m4 and m3-pro. Of the samples of a step, "
+    assert advice in found.words
+    assert advice in " ".join(told.replace("│", "").split())
+    titles = ("What else there is", "The machines", "What limits it", "If you bought", "Memory", "Do it")
+    assert all(title in found.words for title in titles)
+    command = f"hcsim plan '{HOME}' resnet50 --strategy local_sgd:8 --buy 'M4 mini' --set batch=32 -o job.toml"
+    assert command in found.words
+    assert "[training]" in found.words  # the file of the job
+
+
+def test_a_home_with_hostile_names_is_text_on_the_page(tmp_path: Path) -> None:
+    home = load_scenario("two-macs-wifi")
+    first, *others = home.nodes
+    machine = msgspec.structs.replace(CATALOGUE["M4"], name="<script>alert(1)</script>")
+    file, page = tmp_path / "home.toml", tmp_path / "plan.html"
+    named = msgspec.structs.replace(home, nodes=(msgspec.structs.replace(first, machine=machine), *others))
+    file.write_text(write_scenario(named), encoding="utf-8")
+    planned(str(file), "convex", "--strategy", "ddp", "--workers", "1", "--report", str(page))
+    assert "<script>alert(1)</script>" in asks_for_nothing(page.read_text(encoding="utf-8")).words
 
 
 def test_the_job_of_a_plan_is_simulated_as_fast_as_the_plan_says(tmp_path: Path) -> None:
@@ -80,6 +112,8 @@ def test_the_job_of_a_plan_runs_for_real(tmp_path: Path) -> None:
         (("M4", "resnet50", "--set", "batch=1,2"), "give one number for all"),
         (("M4", "resnet50", "--buy", "toaster"), "neither a network nor a machine"),
         (("M4", "resnet50", "-o", "/nowhere/job.toml"), "there is no folder"),
+        (("M4", "resnet50", "--report", "/nowhere/plan.html"), "give a file in a folder that there is"),
+        (("M4", "resnet50", "--dask", "tcp://127.0.0.1:1"), "--workers: only without --dask"),
         (("M1 8GB", "llama-7b"), "what would do: "),
     ],
 )

@@ -12,7 +12,7 @@ import pytest
 import scipy.fft
 
 from hcsim.compressors.base import Array, Ident
-from hcsim.compressors.block_sparse import BlockTopK, DctTopK, cosines
+from hcsim.compressors.block_sparse import BlockTopK, DctTopK, dct_basis
 from hcsim.compressors.encoding import HEADER_BYTES
 from hcsim.compressors.registry import make
 from hcsim.errors import CompressionError
@@ -108,7 +108,7 @@ def test_the_basis_is_the_same_on_any_machine(side):
         ]
         for frequency in range(side)
     ]
-    basis = cosines(side)
+    basis = dct_basis(side)
     for found, expected in zip(basis.reshape(-1), itertools.chain(*exact), strict=True):
         if abs(expected) < 1e-15:
             assert abs(found) < 1e-15

@@ -20,6 +20,7 @@ from hcsim.training.fitting import Room, fits_of
 WIFI = "M4, M3 Pro on wifi6"
 MIXED = "M4, M1 Air on wifi6; M3 Pro on 1gbe"
 TOLERANCE = 1.02
+PIPELINES = ("pipeline", "pipeline:schedule=gpipe", "pipeline:microbatches=32")
 
 
 def request(words: str, task: str = "resnet50", **settings: object) -> Request:
@@ -65,6 +66,33 @@ def test_a_bound_of_a_ring_is_its_closed_form_on_equal_ports() -> None:
     exchange_s = 2 * 3 / 4 * gradients / 125e6
     assert bound_s * asked.model.samples == pytest.approx(exchange_s, rel=0.4)
     assert bound_s * asked.model.samples >= exchange_s
+
+
+def test_a_bound_of_a_pipeline_is_its_closed_form_on_like_machines() -> None:
+    """n stages and m microbatches take (m + n − 1)/m of the time that n machines need together."""
+    asked = request("4 x M4 on thunderbolt", "llama-7b", batch=16)
+    names = tuple(node.name for node in asked.home.nodes)
+    bounds = Bounds(asked.home, asked.model)
+    by_number = {m: bounds.sample_s(Candidate(Method(f"pipeline:microbatches={m}"), names)) for m in (4, 32, 1000)}
+    assert by_number[4] / by_number[32] == pytest.approx((7 / 4) / (35 / 32))
+    assert by_number[1000] == pytest.approx(67 / 64 * asked.model.samples / (4 * bounds.speeds()[0]) / 64, rel=0.02)
+
+
+@pytest.mark.parametrize("spec", ["pipeline", "pipeline:schedule=gpipe", "zero1", "zero2", "zero3"])
+def test_no_divided_model_is_faster_than_its_bound(spec: str) -> None:
+    asked = request("M4, M1, M3 Pro on 10gbe", "gpt2", batch=3)
+    each = Candidate(Method(spec), tuple(node.name for node in asked.home.nodes))
+    bound_s = Bounds(asked.home, asked.model).sample_s(each)
+    assert simulated(simulation_of(asked, each)).sample_s >= 0.95 * bound_s
+
+
+def test_what_no_machine_can_hold_alone_is_divided_among_them() -> None:
+    settings = {"precision": "bf16", "recompute": True, "momentum": 0.0, "batch": 16}
+    asked = request("4 x M4 32GB on thunderbolt", "llama-7b", **settings)
+    plan = found(replace(asked, methods=tuple(Method(each) for each in ("single", "ddp", *PIPELINES))))
+    assert plan.alone is None
+    assert plan.best.candidate.method.strategy == "pipeline:microbatches=32"
+    assert len(plan.best.candidate.nodes) == 4
 
 
 def test_a_plan_is_never_slower_than_the_fastest_machine_alone() -> None:
@@ -137,6 +165,18 @@ def test_purchases_are_planned_anew_and_a_machine_more_helps() -> None:
     assert change.ratio > 1.5
     assert "new-m4-max" in change.nodes
     assert len(bought(asked.home, "M4 Max").home.nodes) == 3
+
+
+def test_a_machine_more_never_makes_a_plan_slower(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where there are so many that the search leaves out the machines of the plan."""
+    asked, simulator = (
+        replace(request("M4 Max, M1, M4 on 10gbe"), methods=(Method("single"), Method("ddp"))),
+        Simulator(1),
+    )
+    plan = found(asked, simulator)
+    monkeypatch.setattr("hcsim.plan.candidates.MOST_SUBSETS", 1)
+    [change] = purchases(plan, asked, ["M1 Air"], simulator)
+    assert change.ratio >= 1 / TOLERANCE
 
 
 def test_half_the_air_makes_a_plan_slower_and_a_cable_faster() -> None:

@@ -17,9 +17,11 @@ from pathlib import Path
 import msgspec
 import pytest
 from rich.console import Console
+from typer.testing import CliRunner
 
 from experiments.study.grid import parse_sweep
 from experiments.sweep import Output, sweep
+from hcsim.cli.app import app
 from hcsim.errors import ConfigError
 from hcsim.fuzz.search import TrialPool, answer_trial, judge
 from hcsim.pool import Finished, Pool, TaskFunction
@@ -115,9 +117,8 @@ class KillingPool:
 def swept(pool: Pool, out: Path) -> list[bytes]:
     """The tables of a sweep in this pool."""
     with closing(pool):
-        outcome = sweep(
-            parse_sweep(SMALL, "small.toml", quick=False), Output(out), pool, ["small.toml"], Console(quiet=True)
-        )
+        asked = parse_sweep(SMALL, "small.toml", quick=False)
+        outcome = sweep(asked, Output(out), pool, ["small.toml"], Console(quiet=True))
     assert outcome.failed == 0
     return [(out / name).read_bytes() for name in TABLES]
 
@@ -215,6 +216,17 @@ def test_an_address_of_nobody_is_refused_at_once(where: str, complaint: str) -> 
         open_pool(1, where)
     assert str(refused.value).startswith(f"--dask {where}: ")
     assert complaint in str(refused.value)
+
+
+def test_a_plan_on_dask_is_the_plan_of_this_machine_byte_for_byte(cluster: DaskCluster) -> None:
+    asked = ["plan", "M4, M3 Pro on 1gbe", "--params", "10M", "--tokens", "256", "--strategy", "local_sgd:8", "--json"]
+    there, here = (
+        CliRunner().invoke(app, [*asked, *where]) for where in (("--dask", cluster.address), ("--workers", "2"))
+    )
+    assert (there.exit_code, there.stdout) == (0, here.stdout)
+    assert json.loads(here.stdout)["simulated"] > 1
+    both = CliRunner().invoke(app, [*asked, "--dask", cluster.address, "--workers", "2"])
+    assert (both.exit_code, "--workers: only without --dask" in both.stderr) == (2, True)
 
 
 def test_what_is_no_scheduler_is_refused_in_a_line(capfd: pytest.CaptureFixture[str]) -> None:

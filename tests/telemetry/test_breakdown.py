@@ -154,6 +154,17 @@ def test_a_frame_that_waits_for_room_leads_back_to_its_receiver() -> None:
     assert path == [PathSegment(0, 10, "compute", "b", name="backward"), PathSegment(10, 14, "network", "a", "b")]
 
 
+def test_a_frame_that_found_its_receiver_idle_leads_back_to_its_sender() -> None:
+    """It waited for room behind its own first part: the receiver had nothing to do since before it was sent."""
+    a, b = MachineActivity(), MachineActivity()
+    a.work = [DeviceWork(0, 6, "compute", "far")]
+    b.work = [DeviceWork(0, 1, "compute", "near")]
+    frame = FrameTransfer(6, 14, "a", "b", held_until_ns=10)
+    a.departures, b.arrivals = [frame], [frame]
+    path = Causes({"a": a, "b": b}).path("b", (0, 14))
+    assert [(str(each), each.length_ns) for each in path] == [("a: compute far", 6), ("a → b", 8)]
+
+
 def test_what_opens_a_connection_counts_only_where_it_explains_a_begin_to_the_nanosecond() -> None:
     a, b = MachineActivity(), MachineActivity()
     a.work = [DeviceWork(0, 5, "compute", "backward")]

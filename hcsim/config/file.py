@@ -95,6 +95,26 @@ def parse_scenario(text: str, source: str, folder: Path | None = None) -> Scenar
     return idealised(scenario) if scenario.effects == "ideal" else scenario
 
 
+def pack_scenario(scenario: Scenario) -> bytes:
+    """Encode a scenario for another process of this program."""
+    return msgspec.msgpack.encode(scenario, enc_hook=_bare)
+
+
+def unpack_scenario(data: bytes) -> Scenario:
+    """Decode what `pack_scenario` has encoded. Nothing is checked or completed: a scenario that was drawn from the spread
+    of its figures may be beyond what a file may say."""
+    raw = msgspec.msgpack.decode(data, type=dict[str, Any])
+    for plugin in raw["plugins"]:
+        load_plugin(plugin, Path())
+    tree = _tree(_kinds(raw, "medium", MEDIA), _kinds(raw, "fault", FAULTS))
+    return _plain(msgspec.convert(raw, tree, dec_hook=lambda kind, value: kind(value)))
+
+
+def _bare(value: object) -> int | float:
+    """Return the number of a quantity."""
+    return int(value) if isinstance(value, int) else float(cast(float, value))
+
+
 def _decoded(text: str, source: str) -> dict[str, Any]:
     try:
         return msgspec.toml.decode(text, type=dict[str, Any])

@@ -6,7 +6,6 @@ whole periods of the strategy, until the slowest machine is done.
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from math import ceil, prod
@@ -15,6 +14,7 @@ import msgspec
 from msgspec.structs import replace
 
 from hcsim.config import Scenario, Training
+from hcsim.config.file import pack_scenario, unpack_scenario
 from hcsim.errors import ConfigError, HcsimError
 from hcsim.launch.virtual import simulate_training
 from hcsim.pool import Pool
@@ -24,6 +24,8 @@ from hcsim.training.layout import FLOAT_BYTES
 from hcsim.training.run import Point, Report, leading
 from hcsim.training.strategies import ParameterServer, strategy
 from hcsim.training.task import Task
+from hcsim.training.tasks import task
+from hcsim.training.tasks.shapes import shapes_of
 from hcsim.transport.groups import MAX_FRAME_BYTES, Wire
 from hcsim.units import PositiveSeconds
 
@@ -122,11 +124,27 @@ WIDTH = 8
 simulates, and so what it finds, does not depend on where it runs."""
 
 
-def answer_simulation(task: bytes) -> bytes:
+class _Asked(msgspec.Struct, frozen=True):
+    """A simulation as a worker gets it."""
+
+    scenario: bytes
+    """With the training."""
+    is_long: bool
+
+
+def _asked(what: Simulation) -> bytes:
+    """Encode a simulation of a task of shapes that its settings name."""
+    packed = pack_scenario(replace(what.scenario, training=what.settings))
+    return msgspec.msgpack.encode(_Asked(packed, what.is_long))
+
+
+def answer_simulation(asked: bytes) -> bytes:
     """In a worker: simulate a training."""
-    what = pickle.loads(task)  # of the process that plans, which gives a worker its orders anyway
-    assert isinstance(what, Simulation)
-    return msgspec.msgpack.encode(simulated(what))
+    what = msgspec.msgpack.decode(asked, type=_Asked)
+    scenario = unpack_scenario(what.scenario)
+    assert scenario.training is not None
+    shapes = shapes_of(task(scenario.training.task))
+    return msgspec.msgpack.encode(simulated(Simulation(scenario, scenario.training, shapes, what.is_long)))
 
 
 class Simulator:
@@ -168,7 +186,7 @@ class Simulator:
         return [self._known[key] for key in keys]
 
     def _simulate_in(self, pool: Pool, todo: dict[str, Simulation]) -> None:
-        tasks = {pickle.dumps(each): key for key, each in todo.items()}
+        tasks = {_asked(each): key for key, each in todo.items()}
         with closing(pool.run(answer_simulation, iter(tasks))) as over:
             for each in over:  # each is put in its own place: the order does not matter
                 if each.answer is None:

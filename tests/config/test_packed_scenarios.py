@@ -7,6 +7,7 @@ from msgspec.structs import replace
 
 from hcsim.config import Training, load_scenario
 from hcsim.config.file import pack_scenario, shipped_scenarios, unpack_scenario
+from hcsim.config.machine import CATALOGUE
 from hcsim.units import PositiveShare
 
 
@@ -18,7 +19,6 @@ def test_a_scenario_comes_out_as_it_went_in(name: str) -> None:
 
 def test_a_machine_may_be_faster_than_a_file_may_say() -> None:
     scenario = load_scenario("mixed-home")
-    faster = tuple(
-        replace(node, machine=replace(node.machine, efficiency_memory=PositiveShare(1.2))) for node in scenario.nodes
-    )
-    assert unpack_scenario(pack_scenario(replace(scenario, nodes=faster))).nodes == faster
+    faster = replace(CATALOGUE["M4"], efficiency_memory=PositiveShare(1.2))
+    changed = replace(scenario, nodes=tuple(replace(node, machine=faster) for node in scenario.nodes))
+    assert unpack_scenario(pack_scenario(changed)).nodes == changed.nodes

@@ -20,7 +20,7 @@ def summary(settings: Training) -> str:
 def recorded(host: Host, settings: Training) -> RunHistory:
     """Return an empty history for a member; what it takes in is also noted in the trace's file."""
     chip = host.device.chip
-    host.note("machine", chip.name, int(chip.memory_bytes or 0))
+    host.note("machine", chip.name, chip.memory_bytes or 0)
     host.note("job", summary(settings), settings.steps)
 
     def note(record: HistoryStep | HistoryMessage) -> None:

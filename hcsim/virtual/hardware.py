@@ -131,7 +131,8 @@ class VirtualDevice:
 
     @property
     def chip(self) -> Chip:
-        return Chip(self._machine.name, self._machine.ram_bytes)
+        ram_bytes = self._machine.ram_bytes
+        return Chip(self._machine.name, None if ram_bytes is None else int(ram_bytes))
 
     def exercise(self, kind: Literal["matmul", "axpy"], size: int) -> Callable[[], object]:
         """Return a function that does nothing; only the duration of the work counts."""

@@ -73,7 +73,7 @@ def test_a_machine_is_as_fast_as_its_profile(mixed: Topology) -> None:
             KernelGroup("matmul", 2.0 * 1024**3, 12.0 * 1024**2),
             KernelGroup("copy", 2.0**22, 12.0 * 2**22),
         )
-        assert node.chip == Chip(machine.name)
+        assert node.chip == Chip(machine.name, configured.memory_bytes)
         assert node.speed.flops == pytest.approx(product.flops / seconds(machine, Work(groups=(product,))), 1e-4)
         assert node.speed.memory_Bps == pytest.approx(total.moved_bytes / seconds(machine, Work(groups=(total,))), 1e-4)
 
@@ -238,7 +238,7 @@ def test_the_table_names_what_is_best(mixed: Topology) -> None:
     lines = table(mixed).splitlines()
     [cable] = [line for line in lines if line.startswith("*  studio-1  studio-2")]
     assert cable.split() == ["*", "studio-1", "studio-2", "bridge0", "thunderbolt", "16.2", "5.25", "0.20", "ms"]
-    assert [line.split() for line in lines[1:2]] == [["studio-1", "M2", "Max", "–", "8.48", "260"]]
+    assert [line.split() for line in lines[1:2]] == [["studio-1", "M2", "Max", "64", "GiB", "8.48", "260"]]
 
 
 @pytest.mark.slow

@@ -330,7 +330,7 @@ def test_workers_that_round_at_random_do_not_draw_the_same_numbers(monkeypatch: 
         drawn.append(name)
         return bits(*name)
 
-    monkeypatch.setattr("hcsim.compressors.low_bit.bits", watched)
+    monkeypatch.setattr("hcsim.compressors.block_scaled.bits", watched)
     train(SWITCH, replace(SYNC, compressor="int8:stochastic", steps=2), what=lambda host: Linear())
     assert len({name[2] for name in drawn}) == len("abcd")
     assert len({*drawn}) == len(drawn)

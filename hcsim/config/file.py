@@ -101,7 +101,7 @@ def pack_scenario(scenario: Scenario) -> bytes:
 
 
 def unpack_scenario(data: bytes) -> Scenario:
-    """Decode what `pack_scenario` has encoded. Nothing is checked or completed: a scenario that was drawn from the spread
+    """Decode what `pack_scenario` has encoded. Nothing is checked: a scenario that was drawn from the spread
     of its figures may be beyond what a file may say."""
     raw = msgspec.msgpack.decode(data, type=dict[str, Any])
     for plugin in raw["plugins"]:

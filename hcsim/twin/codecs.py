@@ -28,6 +28,8 @@ LONGEST_S = 0.2
 """A curve ends at the size at which one call takes so long; above that, time is in proportion."""
 _USUAL = {
     "topk": ("topk:0.01",),
+    "blocktopk": ("blocktopk:0.01",),
+    "dcttopk": ("dcttopk:0.01",),
     "randomk": ("randomk:0.01",),
     "powersgd": ("powersgd:4",),
     "int8": ("int8", "int8:block=256", "int8:stochastic"),

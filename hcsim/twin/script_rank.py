@@ -138,7 +138,8 @@ class StepObserver:
         for number in range(TURNS):
             turn = TimedTurn([], [])
             self.turns.append(turn)
-            yield from self._time_plain(turn, wait)
+            # The first turn is short, so that one is complete in a script of few steps, however fast they are.
+            yield from self._time_plain(turn, wait, MOST_PLAIN if number else FEWEST_PLAIN)
             stopwatch = GapStopwatch(self.device)
             # Not in a `with`: the mode is active in the script, while this generator waits.
             stopwatch.__enter__()  # type: ignore[no-untyped-call]
@@ -149,12 +150,12 @@ class StepObserver:
                 return
             yield
 
-    def _time_plain(self, turn: TimedTurn, wait: Callable[[], object]) -> Generator[None]:
+    def _time_plain(self, turn: TimedTurn, wait: Callable[[], object], most: int) -> Generator[None]:
         """Time undisturbed steps. A device that works while the program goes on is waited for at the end alone."""
         wait()
         first_s = began_s = time.perf_counter()
         number = 0
-        while number < FEWEST_PLAIN or (number < MOST_PLAIN and began_s - first_s < PLAIN_S):
+        while number < FEWEST_PLAIN or (number < most and began_s - first_s < PLAIN_S):
             yield
             number += 1
             ended_s = time.perf_counter()

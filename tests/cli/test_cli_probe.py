@@ -87,7 +87,7 @@ print("the last line")
 def test_a_probed_script_is_simulated_with_its_own_kernels(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     script, twin = tmp_path / "train.py", tmp_path / "twin.toml"
     script.write_text(TRAINING)
-    result = CliRunner().invoke(app, ["probe", str(script), "-o", str(twin), "--", "40"])
+    result = CliRunner().invoke(app, ["probe", str(script), "-o", str(twin), "--", "10"])
     assert result.exit_code == 0, result.output
     assert "train.py on cpu: " in result.stdout
     assert "100% of their time is in known kernels" in result.stdout
@@ -96,7 +96,7 @@ def test_a_probed_script_is_simulated_with_its_own_kernels(tmp_path: Path, capfd
     [machine] = load_scenario(twin).machines
     [known] = machine.scripts
     assert known.name == "train.py"
-    assert known.basis.source.endswith("on cpu, given 40")
+    assert known.basis.source.endswith("on cpu, given 10")
     result = CliRunner().invoke(app, ["run", str(script), "--scenario", str(twin), "--", "2"])
     assert result.exit_code == 0, result.output
     took = re.search(r"0 \S+ +([0-9.]+) (.?s) ", result.stdout)

@@ -316,7 +316,7 @@ def _node(message: memoryview) -> ChakraNode:
         if field == _Field.NODE_ID:
             number = _whole(value)
         elif field == _Field.NODE_NAME:
-            name = _string(value)[:_MOST_NAME]
+            name = _line(value)
         elif field == _Field.NODE_TYPE:
             kind = _whole(value)
         elif field == _Field.NODE_DATA_DEPS:
@@ -359,7 +359,7 @@ def _attribute_value(field: int, value: FieldValue) -> AttributeValue | None:
     if field in _FIXED:
         return int.from_bytes(_part(value), "little", signed=field in (_Field.SFIXED32, _Field.SFIXED64))
     if field == _Field.STRING:
-        return _string(value)[:_MOST_NAME]
+        return _line(value)
     if field in (_Field.DOUBLE, _Field.FLOAT):
         coded = _DOUBLE if field == _Field.DOUBLE else _FLOAT
         if len(_part(value)) != coded.size:
@@ -386,6 +386,11 @@ def _part(value: FieldValue) -> memoryview:
     if isinstance(value, int):
         raise ValueError("a field that has bytes is a number")
     return value
+
+
+def _line(value: FieldValue) -> str:
+    """Return the beginning of a string as it can be shown: in one line, without codes for a terminal."""
+    return "".join(letter if letter.isprintable() else "?" for letter in _string(value)[:_MOST_NAME])
 
 
 def _string(value: FieldValue) -> str:

@@ -284,6 +284,13 @@ def test_a_file_that_is_no_trace_is_refused_in_a_line(tmp_path: Path, data: byte
     assert "\n" not in str(refused.value)
 
 
+def test_a_name_of_several_lines_is_told_in_one(tmp_path: Path) -> None:
+    path = tmp_path / "lines.et"
+    path.write_bytes(encoded({"id": 7, "name": "a\nb\x1b[31m", "type": 99}))
+    with pytest.raises(ConfigError, match=r"node 7 \(a\?b\?\[31m\) has type 99"):
+        read_trace(path)
+
+
 @given(data=st.binary(max_size=200), cut=st.integers(0, 400), at=st.integers(0, 400))
 @settings(max_examples=200, deadline=None)
 def test_no_file_whatever_makes_reading_fail_otherwise(

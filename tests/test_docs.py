@@ -224,6 +224,27 @@ def test_what_a_document_points_to_is_there(file: Path) -> None:
     assert [path for path in paths if not (ROOT / path).exists()] == []
 
 
+COUNTING = """
+from hcsim.collectives.algorithms import algorithms
+from hcsim.compressors.registry import specs
+from hcsim.config.faults import OWN_FAULTS
+from hcsim.training.strategies import STRATEGIES
+codecs = [spec for spec in specs() if not spec.form.startswith(("none", "…"))]
+print(len(STRATEGIES) - 1, len(codecs), len(algorithms("all_reduce")), len(OWN_FAULTS))
+"""
+"""A single machine is no strategy of a cluster, and "none" compresses nothing. In a process without plugins."""
+
+
+def test_the_readme_counts_what_there_is() -> None:
+    counted = subprocess.run([sys.executable, "-c", COUNTING], capture_output=True, text=True, check=True, timeout=60)
+    words = {8: "eight", 9: "nine", 12: "twelve", 34: "thirty-four"}
+    strategies, codecs, algorithms, faults = (words[int(number)] for number in counted.stdout.split())
+    text = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    assert f"{strategies.capitalize()} strategies, " in text
+    assert f"{codecs} compressors with error feedback, and {algorithms} algorithms of all-reduce" in text
+    assert f"under {faults} kinds of faults" in text
+
+
 def test_the_readme_is_read_in_a_few_minutes() -> None:
     assert len(TEXTS["README.md"].splitlines()) <= 150
 
